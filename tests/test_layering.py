@@ -35,14 +35,20 @@ MODULES = sorted((ROOT / "expertctl").rglob("*.py"))
 
 
 @cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def read_imports(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """What a file imports anywhere, functions included, and what as soon as it is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return named(ast.walk(tree)), named(tree.body)
 
 
-@cache
 def imported(path: Path) -> frozenset[str]:
     """Every module that a file imports anywhere, functions included."""
-    return named(ast.walk(tree(path)))
+    return read_imports(path)[0]
+
+
+def imported_at_once(path: Path) -> frozenset[str]:
+    """Every module that a file imports outside of its functions."""
+    return read_imports(path)[1]
 
 
 def named(nodes: Iterable[ast.AST]) -> frozenset[str]:
@@ -107,7 +113,7 @@ def test_modules_that_need_torch_are_imported_only_where_they_run() -> None:
 
     def at_once(path: Path) -> set[str]:
         allowed = needs_torch(module_name(path))
-        return set() if allowed else set(filter(needs_torch, named(tree(path).body)))
+        return set() if allowed else set(filter(needs_torch, imported_at_once(path)))
 
     assert offenders(MODULES, at_once) == {}
 
@@ -132,7 +138,7 @@ def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:
 
 def test_the_compat_engine_imports_what_replaces_our_own_only_when_it_runs() -> None:
     def at_once(path: Path) -> set[str]:
-        return libraries(named(tree(path).body)) & COMPAT
+        return libraries(imported_at_once(path)) & COMPAT
 
     assert offenders(MODULES, at_once) == {}
 

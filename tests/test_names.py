@@ -3,7 +3,7 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -21,10 +21,11 @@ PUBLIC = {"demand_result"}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def definitions(path: Path) -> Iterator[Definition]:
-    """Every class and function of a module, nested ones included."""
+@cache
+def definitions(path: Path) -> list[tuple[type, str]]:
+    """The kind and name of every class and function of a module, nested ones included."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return (node for node in ast.walk(tree) if isinstance(node, Definition))
+    return [(type(node), node.name) for node in ast.walk(tree) if isinstance(node, Definition)]
 
 
 def split_words(name: str) -> set[str]:
@@ -41,7 +42,7 @@ def test_no_listed_word_names_a_module_a_function_or_a_class() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in MODULES
-        for name in (path.stem, *(node.name for node in definitions(path)))
+        for name in (path.stem, *(name for _, name in definitions(path)))
         if name not in PUBLIC and split_words(name) & WORDS
     ]
     assert found == []
@@ -49,9 +50,6 @@ def test_no_listed_word_names_a_module_a_function_or_a_class() -> None:
 
 def test_a_class_name_has_one_meaning() -> None:
     names = Counter(
-        node.name
-        for path in MODULES
-        for node in definitions(path)
-        if isinstance(node, ast.ClassDef)
+        name for path in MODULES for kind, name in definitions(path) if kind is ast.ClassDef
     )
     assert [name for name, count in names.items() if count > 1] == []

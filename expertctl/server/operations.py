@@ -7,6 +7,7 @@ server does.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -182,13 +183,16 @@ def build_openapi_routes(service: Service) -> list[BaseRoute]:
     """Return the route of the OpenAPI document."""
     url, strict = service.settings.public_url, service.settings.strict_fields
     by_keyed = {
-        keyed: msgspec.json.encode(
-            build_openapi(describe_api(keyed=keyed), OPERATIONS, url=url, strict=strict)
-        )
-        for keyed in (False, True)
+        keyed: _encode_openapi(keyed=keyed, url=url, strict=strict) for keyed in (False, True)
     }
 
     async def describe(_: Request) -> Response:
         return Response(by_keyed[service.keys.are_required], media_type=JSON_MEDIA_TYPE)
 
     return [Route(OPENAPI_PATH, describe, methods=["GET"])]
+
+
+@cache
+def _encode_openapi(*, keyed: bool, url: str, strict: bool) -> bytes:
+    document = build_openapi(describe_api(keyed=keyed), OPERATIONS, url=url, strict=strict)
+    return msgspec.json.encode(document)

@@ -15,6 +15,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import msgspec
 from anyio import to_thread
@@ -181,8 +182,7 @@ _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 def make_api_routes(registry: Registry) -> list[BaseRoute]:
     """Return the routes of the API."""
-    url = registry.settings.public_url
-    document = msgspec.json.encode(build_openapi(API, OPERATIONS, url=url))
+    document = _encode_openapi(registry.settings.public_url)
     router = OperationRouter(
         make_context=lambda request: ApiContext(registry, get_identity(request)),
         read_body=_read_operation_body,
@@ -193,6 +193,11 @@ def make_api_routes(registry: Registry) -> list[BaseRoute]:
         return Response(document, media_type=JSON_MEDIA_TYPE)
 
     return [Route(OPENAPI_PATH, describe, methods=["GET"]), *router.build_routes(OPERATIONS)]
+
+
+@cache
+def _encode_openapi(url: str) -> bytes:
+    return msgspec.json.encode(build_openapi(API, OPERATIONS, url=url))
 
 
 async def _read_operation_body(request: Request, operation: Operation) -> object:

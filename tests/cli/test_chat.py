@@ -18,11 +18,19 @@ import pytest
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.schema.validation import find_problems
 from tests.cli.command_runner import ReplacedStdin, stdin
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
+from tests.cli.test_run import (
+    PROMPT,
+    QUIET,
+    Expertctl,
+    RunWorkspace,
+    expertctl,
+    made_once,
+    workspace,
+)
 from tests.factories import write_base, write_lora
 from tests.gpt2_base import write_gpt2
 
-__all__ = ["expertctl", "stdin", "workspace"]
+__all__ = ["expertctl", "made_once", "stdin", "workspace"]
 
 pytestmark = pytest.mark.all
 

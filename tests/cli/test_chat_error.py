@@ -1,9 +1,17 @@
 """What a chat tells of an error besides what a run does."""
 
 from tests.cli.test_chat import OTHER, turns
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
+from tests.cli.test_run import (
+    PROMPT,
+    QUIET,
+    Expertctl,
+    RunWorkspace,
+    expertctl,
+    made_once,
+    workspace,
+)
 
-__all__ = ["expertctl", "workspace"]
+__all__ = ["expertctl", "made_once", "workspace"]
 
 
 def test_a_chat_that_has_grown_beyond_its_memory_is_told_how_to_begin_anew(

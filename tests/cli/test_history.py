@@ -16,10 +16,18 @@ from expertctl.errors import UsageError
 from expertctl.settings import find_home
 from expertctl.user_request import SamplingOverrides
 from tests.cli.test_chat import ChatTerminal, talkative, turns
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
+from tests.cli.test_run import (
+    PROMPT,
+    QUIET,
+    Expertctl,
+    RunWorkspace,
+    expertctl,
+    made_once,
+    workspace,
+)
 from tests.factories import decode_bytes, write_base
 
-__all__ = ["expertctl", "talkative", "workspace"]
+__all__ = ["expertctl", "made_once", "talkative", "workspace"]
 
 pytestmark = pytest.mark.all
 

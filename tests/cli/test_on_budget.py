@@ -12,9 +12,17 @@ import pytest
 from expertctl.engine.memory.process_registry import MemoryAdmission
 from expertctl.schema.validation import find_problems
 from expertctl.store.refs import StorePaths
-from tests.cli.test_run import PROMPT, QUIET, Expertctl, RunWorkspace, expertctl, workspace
+from tests.cli.test_run import (
+    PROMPT,
+    QUIET,
+    Expertctl,
+    RunWorkspace,
+    expertctl,
+    made_once,
+    workspace,
+)
 
-__all__ = ["expertctl", "workspace"]
+__all__ = ["expertctl", "made_once", "workspace"]
 
 pytestmark = pytest.mark.all
 

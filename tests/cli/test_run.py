@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,11 @@ class RunWorkspace:
     folder: Path
 
 
-@pytest.fixture
-def workspace(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
+def make_workspace(folder: Path) -> RunWorkspace:
     """Nothing but commands: base add, keys new, build, sign, install."""
-    base = write_base(tmp_path / "my-base", tie=False, seed=2)
-    lora = write_lora(tmp_path / "my-lora", base, rank=4, alpha=6, scale=0.4, dtype="bfloat16")
-    package = tmp_path / "my.expert"
+    base = write_base(folder / "my-base", tie=False, seed=2)
+    lora = write_lora(folder / "my-lora", base, rank=4, alpha=6, scale=0.4, dtype="bfloat16")
+    package = folder / "my.expert"
     for words in (
         ["base", "add", base],
         ["keys", "new", "me", "--namespace", "acme"],
@@ -82,9 +81,33 @@ def workspace(tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
         ["sign", package, "--key", "me"],
         ["install", package],
     ):  # fmt: skip
-        outcome = expertctl(*words)
-        assert outcome.code == 0, outcome.err
-    return RunWorkspace(base, lora, package, tmp_path)
+        assert app.run([str(word) for word in words]) == 0, words
+    return RunWorkspace(base, lora, package, folder)
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> RunWorkspace:
+    """A workspace and its home, which tests copy; they only read its base."""
+    folder = tmp_path_factory.mktemp("workspace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXPERT_HOME", str(folder / "expert-home"))
+        patch.setenv("EXPERT_ENCODER", "lexical")
+        return make_workspace(folder)
+
+
+@pytest.fixture
+def workspace(made_once: RunWorkspace, home: Path, tmp_path: Path) -> RunWorkspace:
+    """A home of the test's own, with a base of all tests."""
+    shutil.copytree(made_once.folder / "expert-home", home, symlinks=True)
+    return replace(made_once, folder=tmp_path)
+
+
+@pytest.fixture
+def own_base(home: Path, tmp_path: Path, expertctl: Expertctl) -> RunWorkspace:
+    """A home whose base a test may change."""
+    made = make_workspace(tmp_path)
+    expertctl("list")  # what the commands printed is read
+    return made
 
 
 def oracle(workspace: RunWorkspace, prompt: str, *, tokens: int) -> tuple[list[int], str]:
@@ -459,8 +482,8 @@ def test_what_a_revoked_key_signed_is_refused(
         assert "revoked" in outcome.err
 
 
-def test_a_base_changed_on_disk_is_refused(workspace: RunWorkspace, expertctl: Expertctl) -> None:
-    weights = workspace.base / "model.safetensors"
+def test_a_base_changed_on_disk_is_refused(own_base: RunWorkspace, expertctl: Expertctl) -> None:
+    weights = own_base.base / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     stamp = weights.stat()
@@ -472,8 +495,8 @@ def test_a_base_changed_on_disk_is_refused(workspace: RunWorkspace, expertctl: E
     assert outcome.document["error"]["code"] == "base_mismatch"
 
 
-def test_a_base_that_is_gone_is_refused(workspace: RunWorkspace, expertctl: Expertctl) -> None:
-    workspace.base.rename(workspace.folder / "elsewhere")
+def test_a_base_that_is_gone_is_refused(own_base: RunWorkspace, expertctl: Expertctl) -> None:
+    own_base.base.rename(own_base.folder / "elsewhere")
     for command in ("route", "run"):
         outcome = expertctl(command, PROMPT)
         assert (outcome.code, outcome.out) == (4, "")
@@ -627,6 +650,7 @@ def run_without(module: str, *arguments: str) -> "subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("module", "option"), [("torch", "auto"), ("numba", "cpu")])
 def test_without_torch_or_numba_the_processor_answers(
     module: str, option: str, workspace: RunWorkspace
@@ -636,6 +660,7 @@ def test_without_torch_or_numba_the_processor_answers(
     assert "on my-base" in result.stderr
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("module", "arguments", "said", "extra"),
     [

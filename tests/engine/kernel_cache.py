@@ -1,6 +1,8 @@
 """Compiled kernels are kept for all tests: between runs, and for the processes of one run.
 
 While coverage is measured they are kept for this run alone, for what is loaded runs no compiler.
+A test compiles in its own process: other processes would take the cores of other tests, and each
+would compile again what functions share.
 """
 
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.kernels import jit
+from expertctl.engine.kernels import compile_workers, jit
 from expertctl.settings import Home
 
 KERNEL_FOLDER_VARIABLE = "KEPT_KERNELS"
@@ -47,6 +49,7 @@ def keeps_all_code(pytestconfig: pytest.Config, kept_folder: Path | None) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "_CACHE", jit._CacheState(folder=kept_folder))
         patch.setattr(jit, "_prepare_folder", lambda home: kept_folder)
+        patch.setattr(compile_workers, "choose_worker_count", lambda functions: 0)
         if kept_folder is not None and not is_measuring_coverage(pytestconfig):
             patch.setenv(KERNEL_FOLDER_VARIABLE, str(kept_folder))
         yield

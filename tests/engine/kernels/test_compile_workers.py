@@ -28,11 +28,12 @@ SOURCES = {
 
 @pytest.fixture(autouse=True)
 def state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> jit._CacheState:
-    """An empty cache, and two cores."""
+    """An empty cache, two cores, and as many workers as a command has on them."""
     folder = tmp_path / "kernels"
     folder.mkdir(mode=0o700)
     state = jit._CacheState(folder)
     monkeypatch.setattr(jit, "_CACHE", state)
+    monkeypatch.setattr(compile_workers, "choose_worker_count", choose_worker_count)
     monkeypatch.setattr(compile_workers, "count_usable_cores", lambda: 2)
     monkeypatch.setattr(compile_workers, "find_unused_bytes", lambda: None)
     return state
@@ -75,6 +76,7 @@ def test_workers_compile_what_the_process_itself_would(own: list[str]) -> None:
     assert found == {name: compile_source(source) for name, source in SOURCES.items()}
 
 
+@pytest.mark.all
 def test_all_missing_functions_are_compiled_by_workers_and_stored(
     own: list[str], started: list[subprocess.Popen[bytes]]
 ) -> None:
@@ -128,6 +130,7 @@ def test_on_one_core_the_process_compiles_itself(
     assert started == []
 
 
+@pytest.mark.all
 def test_one_worker_that_ends_leaves_its_work_to_the_other(
     own: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +146,7 @@ def test_one_worker_that_ends_leaves_its_work_to_the_other(
     assert own == []
 
 
+@pytest.mark.all
 def test_workers_that_say_nothing_are_given_up(
     own: list[str], started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +157,7 @@ def test_workers_that_say_nothing_are_given_up(
     assert all(worker.returncode is not None for worker in started)
 
 
+@pytest.mark.all
 def test_an_interrupt_at_the_terminal_does_not_reach_workers(
     started: list[subprocess.Popen[bytes]],
 ) -> None:
@@ -205,6 +210,7 @@ def _have_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_workers.Thread, "start", refuse)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "harm",
     [
@@ -227,6 +233,7 @@ class _GivenUpError(Exception):
     pass
 
 
+@pytest.mark.all
 def test_what_ends_the_compilation_ends_the_workers(
     started: list[subprocess.Popen[bytes]], state: jit._CacheState
 ) -> None:
