@@ -287,14 +287,24 @@ def test_a_pass_needs_no_more_memory_than_it_says(tmp_path: Path) -> None:
         assert allowed / 4 <= needed <= allowed
 
 
-def test_only_numpy_runs_it(base: tuple[PlainDecoder, Any]) -> None:
+def test_no_kernel_runs_it(base: tuple[PlainDecoder, Any]) -> None:
     config = base[0].config
     backend, warnings = choose_backend(config, LoadConfig("float32"), numpy_below=0)
     assert isinstance(backend, PlainBackend)
     assert [text.split(":")[0] for text in warnings] == ["numpy runs the base, which is slower"]
-    for engine, dtype in ((EngineConfig(device="cuda"), "float32"), (EngineConfig(), "int8")):
-        with pytest.raises(IncompatibleError, match="cannot run the architecture qwen3_5_text"):
-            choose_backend(config, LoadConfig(dtype, engine=engine))
+    with pytest.raises(IncompatibleError, match="cannot run the architecture qwen3_5_text"):
+        choose_backend(config, LoadConfig("int8"))
+    routed = parse_model_config(
+        {
+            "model_type": "qwen3_5_moe_text",
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
+    )
+    with pytest.raises(IncompatibleError, match="architecture qwen3_5_moe_text"):
+        choose_backend(routed, LoadConfig("float32", engine=EngineConfig(device="cuda")))
 
 
 def test_the_text_part_of_a_model_that_reads_images_is_the_same_base(tmp_path: Path) -> None:
