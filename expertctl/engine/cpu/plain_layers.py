@@ -10,7 +10,7 @@ import numpy as np
 
 from expertctl.engine.adapters.steps import Deltas
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.cpu.plain_delta_net import DeltaNet, build_delta_net, delta_net_bytes
+from expertctl.engine.cpu.plain_delta_net import PlainDeltaNet, build_delta_net, delta_net_bytes
 from expertctl.engine.cpu.plain_functional import (
     LayerNorm,
     Norm,
@@ -87,7 +87,7 @@ class PlainLayer:
     whole_heads: bool
     """Whether all dimensions of all heads are rotated."""
     window: int | None
-    delta_net: DeltaNet | None
+    delta_net: PlainDeltaNet | None
     """What it has in place of attention, between ``inputs`` and ``output``; None: it attends."""
 
     def norm_input(self, x: AnyArray) -> AnyArray:

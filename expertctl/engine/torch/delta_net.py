@@ -22,7 +22,7 @@ _NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _HeadInputs:
+class _HeadTensors:
     """What heads read: [sequences, value_heads, tokens, ...]; queries and keys are repeated."""
 
     queries: Tensor
@@ -31,9 +31,9 @@ class _HeadInputs:
     decay: Tensor  # logarithms [sequences, value_heads, tokens]
     beta: Tensor  # [sequences, value_heads, tokens]
 
-    def take(self, tokens: slice) -> "_HeadInputs":
+    def take(self, tokens: slice) -> "_HeadTensors":
         """Return some tokens."""
-        return _HeadInputs(
+        return _HeadTensors(
             self.queries[:, :, tokens],
             self.keys[:, :, tokens],
             self.values[:, :, tokens],
@@ -87,7 +87,7 @@ class DeltaNet:
             found = found + window[:, place : place + tokens] * self.kernel[place]
         return F.silu(found)
 
-    def _split_heads(self, mixed: Tensor, gates: Tensor) -> _HeadInputs:
+    def _split_heads(self, mixed: Tensor, gates: Tensor) -> _HeadTensors:
         net, shape = self.config, mixed.shape[:2]
         queries, keys, values = torch.split(mixed, [net.keys, net.keys, net.values], -1)
         shares = net.value_heads // net.key_heads
@@ -98,7 +98,7 @@ class DeltaNet:
             return normed.repeat_interleave(shares, dim=2).transpose(1, 2)
 
         beta, shifted = torch.split(gates, [net.value_heads, net.value_heads], -1)
-        return _HeadInputs(
+        return _HeadTensors(
             queries=norm(queries) * net.key_dim**-0.5,
             keys=norm(keys),
             values=values.reshape(*shape, net.value_heads, net.value_dim).transpose(1, 2),
@@ -135,7 +135,7 @@ def estimate_delta_net_floats(config: DeltaNetConfig, *, tokens: int, sequences:
     return sequences * (tokens * token + config.value_heads * heads + state)
 
 
-def _read_segment(heads: _HeadInputs, matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _read_segment(heads: _HeadTensors, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Read some tokens; return [sequences, heads, tokens, value_dim], and the new matrices."""
     total = heads.decay.cumsum(-1)  # logarithms of the decay since the segment began
     grown, beta = total.exp()[..., None], heads.beta[..., None]
