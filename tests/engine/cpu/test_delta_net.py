@@ -19,6 +19,7 @@ from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import (
     ROW_PAGES,
     BlockPool,
@@ -414,3 +415,17 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
             assert ours.experts.intermediate_size == theirs.moe_intermediate_size
             assert ours.experts.shared_size == theirs.shared_expert_intermediate_size
             assert ours.experts.normalised
+
+
+def test_matrices_of_bfloat16_give_what_their_numbers_give(tmp_path: Path) -> None:
+    build_family_model(tmp_path, "qwen3_5_text", **CONFIG)
+    path = tmp_path / "model.safetensors"
+    rounded = {n: t.bfloat16().float() if t.ndim == 2 else t for n, t in load_file(path).items()}
+    save_file(rounded, path, metadata={"format": "pt"})
+    config = read_model_config(tmp_path)
+    found = []
+    for dtype in ("float32", "bf16"):
+        weights = load_plain_weights(tmp_path, config, dtype=dtype)
+        assert weights.nbytes == PlainBackend(config, dtype).weight_bytes
+        found.append(read(PlainDecoder(config, weights), TEXT[:90]))
+    assert_same_logits(found[1], found[0], relative=True)
