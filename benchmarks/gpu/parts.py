@@ -50,7 +50,7 @@ from expertctl.engine.torch.functional import (
     compute_rope_table,
 )
 from expertctl.engine.torch.reference import reference_attention
-from expertctl.engine.torch.transformer import Transformer
+from expertctl.engine.torch.transformer import AttentionWeights, Transformer
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.model_config import EMBEDDING_TENSOR, ModelConfig, parse_model_config
 from expertctl.schema.strict_json import JsonObject
@@ -172,13 +172,14 @@ def compute_exact_logits(
     for layer in transformer.layers:
         assert layer.input_norm is not None
         assert layer.mlp_norm is not None
-        normed = normalise(x, layer.input_norm.weight)
-        queries = split_heads(layer.query(normed, deltas), layer.query_norm)
-        keys = split_heads(layer.key(normed, deltas), layer.key_norm)
-        values = split_heads(layer.value(normed, deltas), None)
+        mixer, normed = layer.mixer, normalise(x, layer.input_norm.weight)
+        assert isinstance(mixer, AttentionWeights)
+        queries = split_heads(mixer.query(normed, deltas), mixer.query_norm)
+        keys = split_heads(mixer.key(normed, deltas), mixer.key_norm)
+        values = split_heads(mixer.value(normed, deltas), None)
         queries, keys = (apply_rope(each, cos, sin) for each in (queries, keys))
         attended = reference_attention(queries, keys, values, window=None)
-        x = x + layer.output(attended, deltas)
+        x = x + mixer.output(attended, deltas)
         x = x + layer.mlp(normalise(x, layer.mlp_norm.weight), deltas)
     return transformer.head(normalise(x, weights.tensors["model.norm.weight"]), deltas)
 

@@ -48,7 +48,7 @@ class _HeadInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeltaNet:
+class PlainDeltaNet:
     """The heads of a layer: all but its linear layers."""
 
     config: DeltaNetConfig
@@ -133,11 +133,11 @@ class DeltaNet:
 
 def build_delta_net(
     config: DeltaNetConfig, weights: WeightTensors, layer: str, *, eps: float
-) -> DeltaNet:
+) -> PlainDeltaNet:
     """Return the heads of a layer by its prefix; ``eps`` is that of its norm."""
     tensors, name = weights.tensors, f"{layer}.linear_attn"
     kernel: AnyArray = widen(tensors[f"{name}.conv1d.weight"])[:, 0]
-    return DeltaNet(
+    return PlainDeltaNet(
         config,
         kernel=np.ascontiguousarray(kernel.T),
         decay=np.exp(tensors[f"{name}.A_log"]),

@@ -10,7 +10,7 @@ import numpy as np
 
 from expertctl.engine.adapters.steps import Deltas
 from expertctl.engine.arrays import AnyArray
-from expertctl.engine.cpu.plain_delta_net import DeltaNet, build_delta_net, delta_net_bytes
+from expertctl.engine.cpu.plain_delta_net import PlainDeltaNet, build_delta_net, delta_net_bytes
 from expertctl.engine.cpu.plain_functional import (
     LayerNorm,
     Norm,
@@ -90,7 +90,7 @@ class PlainLayer:
     window: int | None
     sinks: AnyArray | None
     """A logit of each head that belongs to no key."""
-    delta_net: DeltaNet | None
+    delta_net: PlainDeltaNet | None
     """What it has in place of attention, between ``inputs`` and ``output``; None: it attends."""
 
     def norm_input(self, x: AnyArray) -> AnyArray:

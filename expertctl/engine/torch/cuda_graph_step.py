@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.kv.kv_cache import KVCacheBase
+from expertctl.engine.torch.delta_net import DeltaNet, estimate_delta_net_floats
 from expertctl.engine.torch.functional import (
     FeedForward,
     Linear,
@@ -31,7 +32,7 @@ from expertctl.engine.torch.functional import (
     list_ropes,
 )
 from expertctl.engine.torch.lora_slots import LoRASlots, apply_stacked_lora
-from expertctl.engine.torch.sequence_cache import KVCache
+from expertctl.engine.torch.sequence_cache import KVCache, make_states
 from expertctl.engine.torch.stacked_experts import DeviceExpertCounts
 from expertctl.engine.torch.stacked_mlp import StackedMlp, merge_rows
 from expertctl.engine.torch.transformer import Transformer
@@ -55,15 +56,18 @@ class StaticKVCache:
         device: torch.device,
     ) -> None:
         """Allocate the memory, once and as one block, so a failure leaves nothing."""
-        shape = (config.layers, rows, config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
+        heads = (config.kv_heads, capacity + SCRATCH_ROWS, config.head_dim)
+        shape = (len(config.attention_layers), rows, *heads)
         self.rows, self.capacity = rows, capacity
         both = torch.empty(2, *shape, dtype=dtype, device=device)
         self.keys, self.values = both[0], both[1]
+        self.states = make_states(config, rows, device=device)
+        """The states of layers without keys and values, and those that a pass makes of them."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors, used or not."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of all tensors, used or not."""
+        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
 
     def get_row(self, number: int) -> "StaticKVRow":
         """Return the row of one sequence, cleared; each has one owner."""
@@ -81,13 +85,15 @@ class StaticKVRow(KVCache):
         self._values = arena.values[:, number]
         self._keys.zero_()
         self._values.zero_()
+        self._use_states(arena.states[:, :, number])
 
 
 def estimate_static_kv_bytes(
     config: ModelConfig, *, capacity: int, dtype: torch.dtype, rows: int = 1
 ) -> int:
     """Return the bytes of a static cache."""
-    return rows * config.count_kv_bytes(capacity + SCRATCH_ROWS, itemsize=dtype.itemsize)
+    kept = config.count_kv_bytes(capacity + SCRATCH_ROWS, itemsize=dtype.itemsize)
+    return rows * (kept + 2 * config.state_bytes)
 
 
 _INPUTS = 3
@@ -198,6 +204,13 @@ class StepTensors:
         all_keys.scatter_(2, self.writes, keys[:, :, None].to(all_keys.dtype))
         all_values.scatter_(2, self.writes, values[:, :, None].to(all_values.dtype))
         return all_keys[:, :, : self.length], all_values[:, :, : self.length]
+
+    def run_delta_net(self, layer: int, net: DeltaNet, made: Tensor) -> Tensor:
+        """Read a token of each row; its state counts after the step, which may be repeated."""
+        before, after = self.arena.states[:, layer, : len(made)].unbind(0)
+        out, states = net(made[:, None], before)
+        after.copy_(states)
+        return out[:, 0]
 
     def attend(
         self,
@@ -328,6 +341,8 @@ def estimate_step_bytes(
         changed = config.block.changes_scores  # keys and values are widened
         scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * changed
     numbers = each + 2 * scores + 2 * config.vocab_size
+    if config.delta_net is not None:
+        numbers += estimate_delta_net_floats(config.delta_net, tokens=1)
     return rows * (_FLOAT_BYTES * numbers + experts)
 
 

@@ -30,6 +30,7 @@ from expertctl.engine.decoding import (
 )
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
+from expertctl.engine.torch.delta_net import DeltaNet, estimate_delta_net_floats
 from expertctl.engine.torch.functional import (
     AttentionMask,
     RotationTables,
@@ -74,6 +75,11 @@ class _PromptPass:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.write(layer, keys.transpose(0, 1), values.transpose(0, 1))
+
+    def run_delta_net(self, layer: int, net: DeltaNet, made: Tensor) -> Tensor:
+        out, states = net(made[None], self.cache.get_state(layer)[None])
+        self.cache.write_state(layer, states[0])
+        return out[0]
 
     def attend(
         self,
@@ -138,7 +144,7 @@ class Decoder:
             BudgetError: when the cache is too small; nothing was read then.
             IncompatibleError: for a token, a delta or a soft prompt that does not fit this base.
         """
-        begin, started = cache.length, time.perf_counter()
+        begin, state, started = cache.length, cache.copy_state(), time.perf_counter()
         tokens = self._check_tokens(ids, deltas)
         before = self._load_soft_prompt(soft_prompt, cache)
         read = len(before) + len(tokens)
@@ -153,7 +159,7 @@ class Decoder:
                     self._record_scores(hidden, deltas, first, scores)
                 progress(len(part))
         except BaseException:
-            cache.rewind(begin)
+            cache.rewind_to_state(begin, state)
             raise
         return PrefillResult(
             self._compute_logits(hidden, deltas), read, self._measure_elapsed_ms(started)
@@ -299,6 +305,9 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
         per_token += 6 * config.hidden_size + 2 * config.intermediate_size + 2 * heads
         per_token += 3 * config.heads * capacity if config.block.changes_scores else 0
     routers = 0 if config.experts is None else config.experts.count * config.hidden_size
+    if config.delta_net is not None:  # and the state that a failed pass restores
+        routers += estimate_delta_net_floats(config.delta_net, tokens=rows)
+        routers += config.state_bytes // _FLOAT_BYTES
     # one router is widened
     numbers = rows * per_token + rotations + 2 * config.vocab_size + routers
     return masks + _FLOAT_BYTES * numbers

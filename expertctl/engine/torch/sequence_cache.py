@@ -48,15 +48,22 @@ class KVCache(KVCacheBase):
         device: torch.device | str = "cpu",
     ) -> None:
         """Allocate the memory, once."""
-        shape = (config.layers, config.kv_heads, capacity, config.head_dim)
+        shape = (len(config.attention_layers), config.kv_heads, capacity, config.head_dim)
         super().__init__(capacity)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._use_states(make_states(config, device=device))
+
+    def _use_states(self, states: Tensor) -> None:
+        """Use memory [2, layers, numbers] for the state and for what a pass makes of it."""
+        self._state, self._next = states.unbind(0)
+        self._state.zero_()
+        self._state_tokens = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors, filled or not."""
-        return self._keys.nbytes + self._values.nbytes
+        """Bytes of all tensors, filled or not."""
+        return self._keys.nbytes + self._values.nbytes + 2 * self._state.nbytes
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append the step's rows ``[kv_heads, tokens, head_dim]`` to one layer.
@@ -69,6 +76,43 @@ class KVCache(KVCacheBase):
         self._values[layer, :, self.length : end].copy_(values)
         return self._keys[layer, :, :end], self._values[layer, :, :end]
 
+    def get_state(self, layer: int) -> Tensor:
+        """Return the state [numbers] of a layer without keys and values, counted among those."""
+        assert self._state_tokens == self.length, "a state cannot be cut"
+        return self._state[layer]
+
+    def write_state(self, layer: int, state: Tensor) -> None:
+        """Store the state after the tokens of a pass; it counts after `advance`."""
+        self._next[layer].copy_(state)
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose rows and states every layer has written."""
+        super().advance(tokens)
+        if self._state.numel():
+            self._state.copy_(self._next)
+        self._state_tokens = self.length
+
+    def rewind(self, length: int) -> None:
+        """Keep only the first ``length`` tokens; a state only lasts if those are none or all."""
+        super().rewind(length)
+        if length == 0:
+            self._state.zero_()
+            self._state_tokens = 0
+
+    def copy_state(self) -> Tensor:
+        """Return a copy of its state, [layers, numbers]."""
+        return self._state.clone()
+
+    def rewind_to_state(self, length: int, state: Tensor) -> None:
+        """Return to a state that it had after fewer tokens."""
+        self.rewind(length)
+        self._state.copy_(state)
+        self._state_tokens = length
+
+    def can_continue(self, tokens: int) -> bool:
+        """Tell whether its first ``tokens`` can be continued without the others."""
+        return not self._state.numel() or tokens == self.length
+
     def copy_from(self, other: "KVCache", tokens: int) -> None:
         """Copy the first ``tokens`` of another cache of the same base, which stays unchanged.
 
@@ -80,6 +124,7 @@ class KVCache(KVCacheBase):
         self.ensure_capacity(tokens)
         for own, others in ((self._keys, other._keys), (self._values, other._values)):
             own[:, :, :tokens].copy_(others[:, :, :tokens])
+        self._next.copy_(other._state)
         self.advance(tokens)
 
     def check_integrity(self) -> None:
@@ -88,6 +133,13 @@ class KVCache(KVCacheBase):
         assert self._keys.shape == self._values.shape
         for filled in (self._keys[:, :, : self.length], self._values[:, :, : self.length]):
             assert bool(torch.isfinite(filled).all())
+        assert bool(torch.isfinite(self._state).all())
+
+
+def make_states(config: ModelConfig, *rows: int, device: torch.device | str) -> Tensor:
+    """Return memory for states of sequences, [2, layers, *rows, numbers]; often it is empty."""
+    layers, numbers = (0, 0) if config.delta_net is None else config.delta_net.state_shape
+    return torch.zeros(2, layers, *rows, numbers, device=device)
 
 
 MAX_CACHED_SEQUENCES = 64
@@ -107,7 +159,8 @@ class CachedSequence:
         if self.origin != request.prefix_key or not request.reuse:
             return 0
         most = min(len(request.ids) - 1, request.capacity - request.virtual_tokens)
-        return min(count_common_prefix(self.ids, request.ids), most)
+        found = min(count_common_prefix(self.ids, request.ids), most)
+        return found if self.cache.can_continue(request.virtual_tokens + found) else 0
 
     def is_extended_by(self, other: "CachedSequence") -> bool:
         """Return whether another sequence starts with all of this one."""

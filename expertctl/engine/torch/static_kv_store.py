@@ -153,7 +153,8 @@ class _RowSequence:
             return 0
         written = self.cache.length - request.virtual_tokens
         most = min(written, len(request.ids) - 1, request.capacity - request.virtual_tokens)
-        return max(0, min(count_common_prefix(self.ids, request.ids), most))
+        found = max(0, min(count_common_prefix(self.ids, request.ids), most))
+        return found if self.cache.can_continue(request.virtual_tokens + found) else 0
 
     def is_extended_by(self, other: "_RowSequence") -> bool:
         """Return whether another sequence starts with all of this one."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.decoding import LayerTimer
+from expertctl.engine.torch.delta_net import DeltaNet, build_delta_net
 from expertctl.engine.torch.functional import (
     FeedForward,
     Linear,
@@ -31,6 +32,7 @@ from expertctl.engine.torch.routed_mlp import RoutedMlp, build_routed_mlp
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.architectures import NormKind
 from expertctl.package.block_config import RopeKind
+from expertctl.package.delta_net_config import OUTPUT_GATE_MODULE
 from expertctl.package.model_config import (
     EMBEDDING_TENSOR,
     HEAD_BIAS_TENSOR,
@@ -44,19 +46,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """One layer of a decoder; without a ``window`` it attends to all earlier tokens.
+class AttentionWeights:
+    """The attention of a layer.
 
     Norms of queries and keys are as long as one head, or as all of them.
     """
 
-    input_norm: NormWeights | None
     query: Linear
     key: Linear
     value: Linear
     output: Linear
+    gate: Linear | None
+    """What scales its output, if anything does."""
     query_norm: NormWeights | None
     key_norm: NormWeights | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """One layer of a decoder; without a ``window`` it attends to all earlier tokens."""
+
+    input_norm: NormWeights | None
+    mixer: AttentionWeights | DeltaNet
+    """What reads other tokens."""
+    place: int
+    """Its place among the layers with such a mixer."""
     output_norm: NormWeights | None
     mlp_norm: NormWeights | None
     mlp: "FeedForward | RoutedMlp | StackedMlp"
@@ -91,6 +105,10 @@ class LayerPass(Protocol):
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [rows, kv_heads, head_dim]; return what `attend` takes."""
+        ...
+
+    def run_delta_net(self, layer: int, net: DeltaNet, made: Tensor) -> Tensor:
+        """Read rows after the states of their sequences: [rows, inputs] -> [rows, values]."""
         ...
 
     def attend(
@@ -154,9 +172,9 @@ class Transformer:
         return x + self._positions.index_select(0, places).float()
 
     def run_block(self, x: Tensor, number: int, step: LayerPass) -> Tensor:
-        """Run a dense layer of any kind: [rows, hidden] -> [query_rows, hidden]."""
+        """Run a layer of any kind: [rows, hidden] -> [query_rows, hidden]."""
         layer, block = self.layers[number], self.config.block
-        assert isinstance(layer.mlp, FeedForward), "only blocks like Llama's have routed experts"
+        assert isinstance(layer.mlp, FeedForward | RoutedMlp), "no stack has experts of such blocks"
         with self.time_place(f"layers.{number}.attention"):
             normed = x if layer.input_norm is None else layer.input_norm(x)
             made = self._attend(normed, number, step)
@@ -171,7 +189,11 @@ class Transformer:
                 read = layer.mlp_norm(read)
             elif is_parallel:
                 read = normed
-            made = layer.mlp(read, step.plans)
+            if isinstance(layer.mlp, RoutedMlp):
+                assert isinstance(step.plans, Mapping), "a step has one plan for all of its rows"
+                made = layer.mlp(read, step.plans)
+            else:
+                made = layer.mlp(read, step.plans)
             if layer.mlp_output_norm is not None:
                 made = layer.mlp_output_norm(made)
             return x + made * block.residual_scale
@@ -201,18 +223,23 @@ class Transformer:
 
     def _attend(self, normed: Tensor, number: int, step: LayerPass) -> Tensor:
         """Return the output of attention: [rows, hidden] -> [query_rows, hidden]."""
-        layer, plans = self.layers[number], step.plans
-        keys = self._make_heads(layer.key(normed, plans), layer.key_norm, layer, step)
-        values = self._split_heads(layer.value(normed, plans), None)
-        keys, values = step.write(number, keys, values)
+        layer, plans, mixer = self.layers[number], step.plans, self.layers[number].mixer
+        if isinstance(mixer, DeltaNet):
+            made = step.run_delta_net(layer.place, mixer, mixer.apply_inputs(normed, plans))
+            return mixer.output(made[-step.query_rows :], plans)
+        keys = self._make_heads(mixer.key(normed, plans), mixer.key_norm, layer, step)
+        values = self._split_heads(mixer.value(normed, plans), None)
+        keys, values = step.write(layer.place, keys, values)
         asking = normed[-step.query_rows :]
-        queries = self._make_heads(layer.query(asking, plans), layer.query_norm, layer, step)
+        queries = self._make_heads(mixer.query(asking, plans), mixer.query_norm, layer, step)
         if self._query_scale is not None:
             queries = queries * self._query_scale
         if self.config.block.query_growth:
             queries = queries * self._compute_query_growth(step.positions[-len(queries) :])
         made = step.attend(queries, keys, values, layer.window, layer.change)
-        return layer.output(made, plans)
+        if mixer.gate is not None:
+            made = made * mixer.gate(asking, plans).sigmoid()
+        return mixer.output(made, plans)
 
     def _make_heads(
         self, x: Tensor, norm: NormWeights | None, layer: DecoderLayer, step: LayerPass
@@ -259,16 +286,17 @@ def _build_layer(
 ) -> DecoderLayer:
     tensors, prefix, block = weights.tensors, f"model.layers.{number}", config.block
     norms = {name: _build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
-    query_norm, key_norm = _build_head_norms(config, weights, f"{prefix}.self_attn")
     change = ScoreChange(block.attention_cap, tensors.get(f"{prefix}.{SINKS}"))
+    attends = config.has_attention(number)
+    mixer: AttentionWeights | DeltaNet
+    if attends or config.delta_net is None:
+        mixer = _build_attention(config, weights, prefix)
+    else:
+        mixer = build_delta_net(config.delta_net, tensors, prefix, eps=config.norm_eps)
     return DecoderLayer(
         input_norm=norms.get("input_layernorm"),
-        query=make_linear(tensors, f"{prefix}.self_attn.q_proj"),
-        key=make_linear(tensors, f"{prefix}.self_attn.k_proj"),
-        value=make_linear(tensors, f"{prefix}.self_attn.v_proj"),
-        output=make_linear(tensors, f"{prefix}.self_attn.o_proj"),
-        query_norm=query_norm,
-        key_norm=key_norm,
+        mixer=mixer,
+        place=sum(config.has_attention(other) is attends for other in range(number)),
         output_norm=norms.get("attention_output_layernorm"),
         mlp_norm=norms.get("post_attention_layernorm"),
         mlp=mlp,
@@ -276,6 +304,21 @@ def _build_layer(
         window=config.windows[number],
         rope=block.get_rope_kind(number),
         change=None if change.cap is None and change.sinks is None else change,
+    )
+
+
+def _build_attention(config: ModelConfig, weights: BaseWeights, prefix: str) -> AttentionWeights:
+    tensors = weights.tensors
+    query_norm, key_norm = _build_head_norms(config, weights, f"{prefix}.self_attn")
+    gate = f"{prefix}.{OUTPUT_GATE_MODULE}"
+    return AttentionWeights(
+        query=make_linear(tensors, f"{prefix}.self_attn.q_proj"),
+        key=make_linear(tensors, f"{prefix}.self_attn.k_proj"),
+        value=make_linear(tensors, f"{prefix}.self_attn.v_proj"),
+        output=make_linear(tensors, f"{prefix}.self_attn.o_proj"),
+        gate=make_linear(tensors, gate) if f"{gate}.weight" in tensors else None,
+        query_norm=query_norm,
+        key_norm=key_norm,
     )
 
 

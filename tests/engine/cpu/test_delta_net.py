@@ -19,6 +19,7 @@ from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
+from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import (
     ROW_PAGES,
     BlockPool,
@@ -287,14 +288,24 @@ def test_a_pass_needs_no_more_memory_than_it_says(tmp_path: Path) -> None:
         assert allowed / 4 <= needed <= allowed
 
 
-def test_only_numpy_runs_it(base: tuple[PlainDecoder, Any]) -> None:
+def test_no_kernel_runs_it(base: tuple[PlainDecoder, Any]) -> None:
     config = base[0].config
     backend, warnings = choose_backend(config, LoadConfig("float32"), numpy_below=0)
     assert isinstance(backend, PlainBackend)
     assert [text.split(":")[0] for text in warnings] == ["numpy runs the base, which is slower"]
-    for engine, dtype in ((EngineConfig(device="cuda"), "float32"), (EngineConfig(), "int8")):
-        with pytest.raises(IncompatibleError, match="cannot run the architecture qwen3_5_text"):
-            choose_backend(config, LoadConfig(dtype, engine=engine))
+    with pytest.raises(IncompatibleError, match="cannot run the architecture qwen3_5_text"):
+        choose_backend(config, LoadConfig("int8"))
+    routed = parse_model_config(
+        {
+            "model_type": "qwen3_5_moe_text",
+            "vocab_size": 61,
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+        }
+    )
+    with pytest.raises(IncompatibleError, match="architecture qwen3_5_moe_text"):
+        choose_backend(routed, LoadConfig("float32", engine=EngineConfig(device="cuda")))
 
 
 def test_the_text_part_of_a_model_that_reads_images_is_the_same_base(tmp_path: Path) -> None:
@@ -404,3 +415,17 @@ def test_absent_keys_mean_what_they_mean_to_transformers() -> None:
             assert ours.experts.intermediate_size == theirs.moe_intermediate_size
             assert ours.experts.shared_size == theirs.shared_expert_intermediate_size
             assert ours.experts.normalised
+
+
+def test_matrices_of_bfloat16_give_what_their_numbers_give(tmp_path: Path) -> None:
+    build_family_model(tmp_path, "qwen3_5_text", **CONFIG)
+    path = tmp_path / "model.safetensors"
+    rounded = {n: t.bfloat16().float() if t.ndim == 2 else t for n, t in load_file(path).items()}
+    save_file(rounded, path, metadata={"format": "pt"})
+    config = read_model_config(tmp_path)
+    found = []
+    for dtype in ("float32", "bf16"):
+        weights = load_plain_weights(tmp_path, config, dtype=dtype)
+        assert weights.nbytes == PlainBackend(config, dtype).weight_bytes
+        found.append(read(PlainDecoder(config, weights), TEXT[:90]))
+    assert_same_logits(found[1], found[0], relative=True)

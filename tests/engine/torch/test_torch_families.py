@@ -37,7 +37,8 @@ IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 OTHER = [9, 1, 30, 30, 4]
 NOTHING: TorchDeltas = {}
 ROUTED = [shape for shape in SHAPES if shape[0] == "gpt_oss"]
-ATTENDING = [shape for shape in SHAPES if not is_recurrent(shape[0]) and shape not in ROUTED]
+RUN_HERE = [shape for shape in SHAPES if "num_experts" not in shape[1]]
+DENSE = [shape for shape in RUN_HERE if shape not in ROUTED]
 DEVICE_LIMIT = 1e-4
 """How far scores may be from those of a processor; products of CUDA are summed in other orders."""
 
@@ -55,7 +56,7 @@ def run_prompts(decoder: Decoder, *, prefill: int, chunk: int) -> torch.Tensor:
     return stack_logits(rows)
 
 
-@pytest.mark.parametrize(("arch", "config"), ATTENDING, ids=str)
+@pytest.mark.parametrize(("arch", "config"), RUN_HERE, ids=str)
 def test_prompts_and_steps_equal_transformers(
     arch: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -65,23 +66,24 @@ def test_prompts_and_steps_equal_transformers(
     theirs = compute_theirs(model, IDS)
     prompts = Decoder(parsed, weights)
     for prefill, chunk in ((16, 512), (12, 5), (3, 2)):
-        assert_same_logits(
-            run_prompts(prompts, prefill=prefill, chunk=chunk), theirs[prefill - 1 :]
-        )
+        found = run_prompts(prompts, prefill=prefill, chunk=chunk)
+        assert_same_logits(found, theirs[prefill - 1 :], relative=is_recurrent(arch))
     if parsed.experts is not None:
         return  # its steps need a stack, see below
     steps = CudaGraphDecoder(parsed, weights, rows=3, captures=False, min_capacity=4)
     arena = StaticKVCache(parsed, rows=3, capacity=30, dtype=torch.float32, device=weights.device)
     texts = {0: IDS, 2: OTHER}
     places = {number: arena.get_row(number) for number in texts}
-    found = {n: [steps.prefill(ids[:3], places[n]).logits] for n, ids in texts.items()}
+    answers = {n: [steps.prefill(ids[:3], places[n]).logits] for n, ids in texts.items()}
     for place in range(3, len(IDS)):
         there = [n for n, ids in texts.items() if place < len(ids)]
         rows = [GraphStepRow(texts[n][place], places[n], NOTHING) for n in there]
         for number, logits in zip(there, steps.step(rows), strict=True):
-            found[number].append(logits)
-    assert_same_logits(stack_logits(found[0]), theirs[2:])
-    assert_same_logits(stack_logits(found[2]), compute_theirs(model, OTHER)[2:])
+            answers[number].append(logits)
+    relative = is_recurrent(arch)
+    assert_same_logits(stack_logits(answers[0]), theirs[2:], relative=relative)
+    other = compute_theirs(model, OTHER)[2:]
+    assert_same_logits(stack_logits(answers[2]), other, relative=relative)
 
 
 @pytest.mark.parametrize("slots", [None, 2], ids=["resident", "two slots"])
@@ -108,7 +110,7 @@ def test_steps_of_stacked_experts_equal_transformers(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("arch", "config"), ATTENDING, ids=str)
+@pytest.mark.parametrize(("arch", "config"), DENSE, ids=str)
 def test_prompts_and_captured_steps_equal_transformers_on_a_device(
     arch: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -139,7 +141,7 @@ def test_captured_steps_of_stacked_experts_equal_transformers_on_a_device(
         assert float((found.cpu() - theirs).abs().max()) <= DEVICE_LIMIT
 
 
-@pytest.mark.parametrize("arch", ["phi3", "gpt_neox", "gpt2", "gemma2"])
+@pytest.mark.parametrize("arch", ["phi3", "gpt_neox", "gpt2", "gemma2", "qwen3_5_text"])
 def test_an_adapter_of_fused_projections_is_that_of_peft_in_both(arch: str, tmp_path: Path) -> None:
     shape = next(config for name, config in SHAPES if name == arch)
     model = build_family_model(tmp_path / "base", arch, **shape)
@@ -159,4 +161,4 @@ def test_an_adapter_of_fused_projections_is_that_of_peft_in_both(arch: str, tmp_
     row = arena.get_row(0)
     found = [steps.prefill(IDS[:9], row, deltas).logits]
     found += [steps.decode(token, row, deltas).logits for token in IDS[9:]]
-    assert_same_logits(stack_logits(found), theirs[8:])
+    assert_same_logits(stack_logits(found), theirs[8:], relative=is_recurrent(arch))
