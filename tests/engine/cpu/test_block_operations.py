@@ -49,12 +49,18 @@ from expertctl.package.model_config import (
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_cache import QuantisedCache
 from tests.engine.conftest import TOLERANCE
-from tests.engine.family_models import SHAPES, build_family_model, save_family_adapter
+from tests.engine.family_models import (
+    SHAPES,
+    build_family_model,
+    is_recurrent,
+    save_family_adapter,
+)
 from tests.engine.memory_measurement import count_fewest_allocations
 from tests.engine.package_fixtures import load_adapters
 from tests.engine.random_experts import make_packed_plan, make_random_expert
 from tests.factories import write_tokenizer
 
+COMPILED = [(a, c) for a, c in SHAPES if not is_recurrent(a) and a != "gpt_oss"]
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 9, 30, 21, 52]
 
 
@@ -108,7 +114,7 @@ def load(
     return PackedDecoder(base, crew, chunk=chunk)
 
 
-@pytest.mark.parametrize(("arch", "config"), SHAPES, ids=str)
+@pytest.mark.parametrize(("arch", "config"), COMPILED, ids=str)
 def test_logits_and_loras_are_those_of_transformers_and_peft(
     arch: str, config: dict[str, Any], crew: ThreadPool, tmp_path: Path
 ) -> None:
