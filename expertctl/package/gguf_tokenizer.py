@@ -36,10 +36,22 @@ _END_NAMES = (
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LAST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}{_LAST}"
+)
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}|\p{{N}}{{1,3}}{_LAST}"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 
 
@@ -61,23 +73,22 @@ class _Split:
 
 _LLAMA3 = _Split(patterns=(_WORDS + r"\p{N}{1,3}" + _TAIL,), whole_words=True, begin=True)
 _QWEN2 = _Split(patterns=(_WORDS + r"\p{N}" + _TAIL,), composed=True)
+_LIKE_LLAMA3 = _Split(patterns=_LLAMA3.patterns)
+_LIKE_QWEN2 = _Split(patterns=_QWEN2.patterns)
 _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|]+"
 _SPLITS: Mapping[str, _Split] = {
     "default": _Split(patterns=(_PUNCTUATION, _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _Split(),
-    "gpt2": _Split(),
-    "phi-2": _Split(),
-    "smollm": _Split(digits=True),
-    "starcoder": _Split(digits=True),
-    "refact": _Split(digits=True),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "dbrx": _Split(patterns=_LLAMA3.patterns),
-    "smaug-bpe": _Split(patterns=_LLAMA3.patterns),
+    **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "exaone4"), _Split()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), _Split(digits=True)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan"), _LIKE_QWEN2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _LIKE_LLAMA3),
+    "glm4": _Split(patterns=_LLAMA3.patterns, whole_words=True),
     "tekken": _Split(patterns=(_TEKKEN,), whole_words=True),
+    "gpt-4o": _Split(patterns=(_GPT4O,)),
+    "falcon": _Split(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _Split(patterns=_DEEPSEEK3)),
 }
 
 

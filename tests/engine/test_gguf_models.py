@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import tokenizers
@@ -44,6 +45,10 @@ _TEXTS = (
     "\x00\x01\x7f \u200b\u200d\ufeff",
     "   leading and trailing   ",
     "<|im_start|> and <repo_name> spelled",
+)
+_SPLIT_TEXTS = (
+    "I'LL don'T 1234567 12345678901 ab12cd3456 3.14159, (x)==`y`; $5+3=8 <a|b> ^~",
+    "中文和日本語ひらがなカタカナ混在 123 camelCaseHTTPServer XMLHttpRequest's",
 )
 _GEMMA_TEXTS = (
     "two\n\n\nempty lines, " + "\n" * 40 + " " * 40 + "x",
@@ -91,6 +96,48 @@ def read_lines(count: int) -> list[str]:
 
 def test_tokens_of_real_text_are_those_of_llama_cpp(base: StoredBase, vocabulary: Any) -> None:
     check_tokens(base.path, vocabulary, read_lines(2000))
+
+
+@pytest.mark.parametrize(
+    "pre",
+    [
+        *("default", "gpt-2", "smollm", "stablelm2", "llama-bpe", "dbrx", "glm4"),
+        *("tekken", "gpt-4o", "falcon", "hunyuan-dense"),
+    ],
+)
+def test_a_text_is_split_as_llama_cpp_does(pre: str, file: Path, tmp_path: Path) -> None:
+    """With the merges of SmolLM2, and those of all numbers of up to three digits."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    place = write_vocabulary(tmp_path / "vocabulary.gguf", file, pre)
+    theirs = llama_cpp.Llama(str(place), vocab_only=True, verbose=False)
+    files = build_tokenizer_files(read_gguf_header(place))
+    ours = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+    for line in [*_SPLIT_TEXTS, *read_lines(500)]:
+        found = ours.encode(line, add_special_tokens=False).ids
+        assert found == theirs.tokenize(line.encode(), add_bos=False, special=True), line
+
+
+def write_vocabulary(path: Path, source: Path, pre: str) -> Path:
+    """Write the header of a file with another name of how texts are split."""
+    values = {
+        field.name: [field.contents(), [*field.types, None]]
+        for field in gguf.GGUFReader(source).fields.values()
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture"
+    }
+    pairs = [(f"{n:0{width}}"[:-1], f"{n % 10}") for width in (2, 3) for n in range(10**width)]
+    values["tokenizer.ggml.pre"][0] = pre
+    more = {"tokens": [a + b for a, b in pairs], "merges": [f"{a} {b}" for a, b in pairs]}
+    for name, items in {**more, "token_type": [1] * len(pairs)}.items():
+        values[f"tokenizer.ggml.{name}"][0].extend(items)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, (value, kinds) in values.items():
+        writer.add_key_value(name, value, kinds[0], kinds[1])
+    writer.add_tensor("token_embd.weight", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def test_tokens_of_gemma_are_those_of_llama_cpp(gemma: Path, tmp_path: Path) -> None:
