@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from expertctl.engine.backend import LoadConfig
+from expertctl.engine.cpu.backend import PackedBackend
+from expertctl.engine.cpu.base_loader import load_packed_base
+from expertctl.engine.cpu.decoder import PackedDecoder
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_weights import load_plain_weights
+from expertctl.engine.kernels.packed_format import Scheme
+from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.engine.load_plan import add_storages, choose_backend
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.package.base_tensors import read_base_tensors
@@ -147,6 +154,36 @@ def test_a_file_is_the_model_it_was_made_from(
     np.testing.assert_allclose(compute_logits(derived), wanted, atol=2e-4, rtol=1e-3)
     if "alpha" not in str(options):  # its stretch is computed into the base frequency
         assert read_model_config(derived) == read_model_config(source)
+
+
+_WHOLE = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("arch", "options"),
+    [
+        ("gemma2", {**_WHOLE, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 5}),
+        ("gpt2", {"n_embd": 64, "n_inner": 128}),
+        ("phi3", _WHOLE),
+        ("gpt_neox", _WHOLE),
+        ("glm4", {**_WHOLE, "head_dim": 32}),
+    ],
+    ids=str,
+)
+def test_kernels_compute_with_the_blocks_of_a_file(
+    arch: str, options: dict[str, Any], crew: ThreadPool, tmp_path: Path
+) -> None:
+    """Beside float32 on the same weights, only the rounding of activations is left."""
+    _, derived, _ = convert(tmp_path, arch, options, kind="Q8_0")
+    config = read_model_config(derived)
+    backend, _ = choose_backend(config, add_storages(LoadConfig("gguf"), derived, config))
+    assert isinstance(backend, PackedBackend)
+    assert backend.blocks is not None
+    assert set(backend.blocks.schemes.values()) == {Scheme.Q8_0}
+    base = load_packed_base(derived, config, backend.scheme, schemes=backend.blocks.schemes)
+    ours = PackedDecoder(base, crew).prefill(IDS, PagedKVCache(config, 30)).logits
+    theirs = compute_logits(derived)[-1]
+    assert np.linalg.norm(ours - theirs) <= 0.05 * np.linalg.norm(theirs)
 
 
 @pytest.mark.all
