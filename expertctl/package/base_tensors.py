@@ -10,7 +10,8 @@ stacked by layer; in either layout, each matrix of each expert becomes a tensor 
 of rows of the stored one. So the digest of a base, its loading and reading single experts do not
 depend on the layout.
 
-The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, in place of weights.
+The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors by canonical name, in
+place of weights.
 """
 
 import re
@@ -156,11 +157,9 @@ def read_base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredT
     if quantisation is not None:
         _require_whole_matrices(directory, config)
         tensors = _combine_quantised(tensors, config, quantisation, problems)
-    if is_gguf:
-        pass  # the names in the table are canonical
-    elif config.experts is not None:
+    if config.experts is not None and not is_gguf:
         tensors = _canonicalise(tensors, config, config.experts, problems)
-    elif not config.stored_places.are_usual:
+    elif not config.stored_places.are_usual and not is_gguf:
         tensors = _arrange(tensors, config, problems)
     problems = problems[:_MAX_SHOWN_NAMES] or _find_tensor_problems(tensors, config)
     if problems:
