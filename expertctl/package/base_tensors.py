@@ -10,7 +10,8 @@ the matrices of experts separately or stacked by layer; in either layout, each m
 becomes a tensor of its own, a range of rows of the stored one. So the digest of a base, its loading
 and reading single experts do not depend on the layout.
 
-The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors, in place of weights.
+The folder of a GGUF base has `gguf_codec.GGUF_TABLE`, a table of its tensors by canonical name, in
+place of weights.
 """
 
 import re

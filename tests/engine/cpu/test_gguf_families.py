@@ -23,6 +23,7 @@ from expertctl.engine.kernels.thread_pool import ThreadPool
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
 from expertctl.engine.load_plan import add_storages, choose_backend
 from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package import gguf_codec
 from expertctl.package.base_model import read_base
 from expertctl.package.base_tensors import read_base_tensors
 from expertctl.package.gguf_base import derive_weight_files
@@ -196,6 +197,15 @@ def test_a_file_in_bf16_has_the_digests_of_its_folder(
     found, known = read_base(derived).identity, read_base(source).identity
     assert found.weights == known.weights
     assert found.arch == known.arch or "alpha" in str(options)
+
+
+def test_a_transposed_matrix_is_hashed_a_few_columns_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, derived, _ = convert(tmp_path, "gpt2", {})
+    monkeypatch.setattr(gguf_codec, "_COLUMNS", 200)
+    monkeypatch.setattr(gguf_codec, "_PORTION", 1000)
+    assert read_base(derived).identity.weights == read_base(source).identity.weights
 
 
 @pytest.mark.all
