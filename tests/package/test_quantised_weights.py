@@ -129,7 +129,8 @@ def assert_same_bits(tensors: dict[str, StoredTensor], expected: dict[str, Tenso
     decoded = {name: tensor for name, tensor in tensors.items() if tensor.codec is not None}
     assert len(decoded) == 14
     for name, tensor in decoded.items():
-        for height in (1 << 20, 7, 1):
+        # both layers have the same shapes, so the rows of one are cut in every way
+        for height in (1 << 20, 7, 1) if ".layers.0." in name else (1 << 20,):
             found = decode(tensor, height)
             assert found.shape == tensor.info.shape == tuple(expected[name].shape)
             wanted = expected[name].numpy()
