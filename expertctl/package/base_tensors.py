@@ -32,7 +32,7 @@ from expertctl.package.quantisation_config import (
     Mxfp4Config,
     read_quantisation_config,
 )
-from expertctl.package.stored_layout import SourceRows, StoredNames, find_stored_rows
+from expertctl.package.stored_layout import SourceRows, StoredNames, find_stored_rows, unwrap_name
 from expertctl.package.stored_tensor import FileState, StoredTensor
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
@@ -46,6 +46,7 @@ _ROUTER = re.compile(r"(?P<layer>model\.layers\.[0-9]+)\.mlp\.gate")
 
 def canonicalise_name(name: str) -> str:
     """Return the canonical name of a module or tensor; most names are canonical already."""
+    name = unwrap_name(name)
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
@@ -212,7 +213,7 @@ def _select_text_part(
     for stored, tensor in found.items():
         if stored.endswith(_DERIVED_SUFFIX) or stored.startswith(names.other_parts):
             continue
-        name = names.unwrap(stored)
+        name = unwrap_name(stored) if names.other_parts else stored
         if name in tensors:
             problems.append(f"{name}: stored both as {tensors[name].stored} and as {stored}")
         tensors[name] = tensor

@@ -34,7 +34,6 @@ _DELTA_NET = Architecture(
     delta_net=True,
     stored=StoredNames(
         layer=DELTA_NET_NAMES,
-        wrapped="model.language_model.",
         other_parts=("model.visual.", "mtp."),
     ),
 )

@@ -24,6 +24,14 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _LAYER = re.compile(r"model\.layers\.(?P<number>0|[1-9][0-9]{0,3})\.(?P<rest>.+)")
 
+_WRAPPED = "model.language_model."
+
+
+def unwrap_name(name: str) -> str:
+    """Return a name as in files that have only the text part of a model."""
+    return f"model.{name.removeprefix(_WRAPPED)}" if name.startswith(_WRAPPED) else name
+
+
 FusedQkv = Literal["rows", "groups"]
 """Queries, keys and values in one matrix: one after the other, or by groups.
 
@@ -56,18 +64,10 @@ class StoredNames:
     """What names lack in files that were saved without the output head."""
     ignored: tuple[str, ...] = ()
     """The ends of names of buffers, which older files have."""
-    wrapped: str | None = None
-    """The beginning of names that stands for ``model.`` in files with more than the text part."""
     other_parts: tuple[str, ...] = ()
     """The beginnings of names of tensors that a text does not need: those of images, drafts."""
     grouped_delta: bool = False
     """Whether inputs of a gated DeltaNet are two matrices, by groups of one head of keys."""
-
-    def unwrap(self, name: str) -> str:
-        """Return a name as in files that have only the text part."""
-        if self.wrapped is None or not name.startswith(self.wrapped):
-            return name
-        return f"model.{name.removeprefix(self.wrapped)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class StoredPlaces:
 
         A module that is not several of ours has one part without rows.
         """
-        prefix, stored = f"{self.names.layers}.", self.names.unwrap(stored)
+        prefix, stored = f"{self.names.layers}.", unwrap_name(stored)
         number, dot, rest = stored.removeprefix(prefix).partition(".")
         if not stored.startswith(prefix) or not dot or not number.isdecimal():
             return None

@@ -35,7 +35,11 @@ from expertctl.engine.memory.budget import MemoryBudget
 from expertctl.engine_config import EngineConfig
 from expertctl.errors import BudgetError, CancelledError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base_headers
-from expertctl.package.base_tensors import list_unread_parts, read_base_tensors
+from expertctl.package.base_tensors import (
+    find_base_name,
+    list_unread_parts,
+    read_base_tensors,
+)
 from expertctl.package.model_config import parse_model_config, read_model_config
 from tests.engine.conftest import assert_same_logits
 from tests.engine.cpu.test_families import load_decoder
@@ -327,6 +331,7 @@ def test_the_text_part_of_a_model_that_reads_images_is_the_same_base(tmp_path: P
     spec = PlainBackend(decoder.config, "float32").compile_spec
     adapter = load_adapters(tmp_path / "lora")
     assert all(name.startswith("model.language_model.") for name in adapter.modules)
+    assert {find_base_name(name, ours.shapes) for name in adapter.modules} < set(ours.shapes)
     deltas = fold_plan([WeightedAdapter(spec.adapt(adapter))], spec).compile().deltas
     found = decoder.prefill(TEXT[:16], make_cache(decoder), deltas).logits
     assert_same_logits(found, theirs[-1], relative=True)
