@@ -172,6 +172,8 @@ def compute_exact_logits(
     for layer in transformer.layers:
         assert layer.input_norm is not None
         assert layer.mlp_norm is not None
+        assert layer.key is not None
+        assert layer.value is not None
         normed = normalise(x, layer.input_norm.weight)
         queries = split_heads(layer.query(normed, deltas), layer.query_norm)
         keys = split_heads(layer.key(normed, deltas), layer.key_norm)

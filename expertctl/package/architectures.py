@@ -168,7 +168,7 @@ PlacesRule = Literal["fixed", "parallel_residual", "falcon"]
 """What else decides the places: a key, or the three keys of Falcon's blocks."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 EmbeddingRule = Literal["plain", "root_of_width", "multiplier"]
-AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch"]
+AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch", "one"]
 LogitsRule = Literal["plain", "divided", "multiplied"]
 RopeLayersRule = Literal["every", "local_theta", "listed", "windowed", "all_or_none"]
 """Which layers rotate: all; those with a window by their own frequencies; some; all or none."""
@@ -256,6 +256,8 @@ class Architecture:
     """What the settings of RoPE are if there are none."""
     sinks: bool = False
     """Whether every head has a learnt logit that takes part in the softmax of its scores."""
+    varied_layers: bool = False
+    """Whether layers without a window, and the last ones, differ from the others, as in Gemma 4."""
     clamped_gate: bool = False
     """Whether MLPs have the clamped SwiGLU of gpt-oss."""
     learned_positions: bool = False

@@ -35,6 +35,7 @@ from expertctl.package.block_config import (
     read_falcon_kv_heads,
 )
 from expertctl.package.stored_layout import HeadSizes, StoredPlaces
+from expertctl.package.varied_layers import LayerSizes, parse_varied_layers
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
@@ -124,7 +125,14 @@ class ModelConfig:
             sizes=HeadSizes(self.heads, self.kv_heads, self.head_dim),
             inner=self.intermediate_size,
             apart=self.block.places == "parallel_apart",
+            unused=self.block.list_unused_modules(),
         )
+
+    def get_layer_sizes(self, layer: int) -> LayerSizes:
+        """Return the sizes of a layer; ``head_dim`` and ``kv_heads`` are the largest of all."""
+        if self.block.varied is not None:
+            return self.block.varied.sizes[layer]
+        return LayerSizes(self.head_dim, self.kv_heads, self.intermediate_size)
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base."""
@@ -169,6 +177,8 @@ class ModelConfig:
             for layer in range(self.layers)
             for name, shape in self._list_layer_shapes(layer).items()
         }
+        if self.block.varied is not None:
+            shapes |= self.block.varied.list_outer_shapes(self.hidden_size)
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
     def adapted_shapes(self) -> dict[str, tuple[int, int]]:
@@ -194,17 +204,22 @@ class ModelConfig:
         return self.experts is not None and layer in self.experts.layers
 
     def _list_layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "self_attn.q_proj": (queries, self.hidden_size),
-            "self_attn.k_proj": (keys, self.hidden_size),
-            "self_attn.v_proj": (keys, self.hidden_size),
-            "self_attn.o_proj": (self.hidden_size, queries),
-            **(self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()),
-        }
+        sizes, varied = self.get_layer_sizes(layer), self.block.varied
+        queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        shapes = {"self_attn.q_proj": (queries, self.hidden_size)}
+        if sizes.source is None:
+            shapes["self_attn.k_proj"] = (keys, self.hidden_size)
+        if sizes.source is None and sizes.has_values:
+            shapes["self_attn.v_proj"] = (keys, self.hidden_size)
+        shapes["self_attn.o_proj"] = (self.hidden_size, queries)
+        if varied is not None:
+            shapes |= varied.list_layer_shapes(self.hidden_size)
+        if self.is_routed(layer):
+            return {**shapes, **self._list_routed_shapes()}
+        return {**shapes, **self._list_mlp_shapes(sizes.intermediate_size)}
 
-    def _list_mlp_shapes(self) -> dict[str, tuple[int, int]]:
-        shapes = self._list_gated_shapes("mlp")
+    def _list_mlp_shapes(self, inner: int) -> dict[str, tuple[int, int]]:
+        shapes = self._list_gated_shapes("mlp", inner)
         if not self.block.gated:
             del shapes["mlp.gate_proj"]
         return shapes
@@ -235,6 +250,8 @@ class ModelConfig:
         if self.block.learned_positions:
             yield POSITIONS_TENSOR, (self.max_positions, self.hidden_size)
         yield from self._iter_norm_shapes("model.norm", self.hidden_size)
+        if self.block.varied is not None:
+            yield from self.block.varied.iter_outer_tensors(self.hidden_size)
         if not self.tied:
             yield HEAD_TENSOR, (self.vocab_size, self.hidden_size)
         if self.block.head_bias:
@@ -252,23 +269,30 @@ class ModelConfig:
                 yield f"{prefix}.{name}.bias", shape[:1]
         if self.block.sinks:
             yield f"{prefix}.{SINKS}", (self.heads,)
-        for norm, size in self._list_norm_sizes().items():
-            yield f"{prefix}.self_attn.{norm}.weight", (size,)
+        for name, size in self.block.list_layer_vectors(self.hidden_size).items():
+            yield f"{prefix}.{name}", size
+        for norm, width in self._list_norm_sizes(layer).items():
+            yield f"{prefix}.self_attn.{norm}.weight", (width,)
             if self.block.head_norm == "layer_with_bias":
-                yield f"{prefix}.self_attn.{norm}.bias", (size,)
+                yield f"{prefix}.self_attn.{norm}.bias", (width,)
         if self.experts is not None and self.is_routed(layer):
-            yield f"{prefix}.{ROUTER_MODULE}.weight", (self.experts.count, self.hidden_size)
-            if self.experts.router_bias:
-                yield f"{prefix}.{ROUTER_MODULE}.bias", (self.experts.count,)
-            if self.experts.choice_bias:
-                yield f"{prefix}.{ROUTER_MODULE}.{CHOICE_BIAS}", (self.experts.count,)
+            yield from self._iter_router_shapes(self.experts, f"{prefix}.{ROUTER_MODULE}")
+
+    def _iter_router_shapes(
+        self, experts: ExpertsConfig, router: str
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{router}.weight", (experts.count, self.hidden_size)
+        if experts.router_bias:
+            yield f"{router}.bias", (experts.count,)
+        if experts.choice_bias:
+            yield f"{router}.{CHOICE_BIAS}", (experts.count,)
 
     def _iter_norm_shapes(self, norm: str, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{norm}.weight", (size,)
         if self.block.norm == "layer_with_bias":
             yield f"{norm}.bias", (size,)
 
-    def _list_norm_sizes(self) -> dict[str, int]:
+    def _list_norm_sizes(self, layer: int) -> dict[str, int]:
         if not self.qk_norm:
             return {}
         if self.block.own_head_norms:
@@ -278,6 +302,8 @@ class ModelConfig:
                 for name, count in counts.items()
                 for head in range(count)
             }
+        if self.block.varied is not None:
+            return self.block.varied.list_norm_sizes(layer)
         heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
         return {"q_norm": heads[0] * self.head_dim, "k_norm": heads[1] * self.head_dim}
 
@@ -360,7 +386,7 @@ def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
 
 
 def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> None:
-    if fields.get("per_layer_config"):
+    if fields.get("per_layer_config") and not row.varied_layers:
         raise IncompatibleError(
             f"{what}: layers that differ by per_layer_config are not supported",
             hint="supported is a base whose layers are alike",
@@ -402,17 +428,23 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         default=None if row.intermediate is None else row.intermediate * hidden,
     )
     windows = parse_layer_windows(fields, row, layers)
-    rope = parse_rope_config(
-        fields, dims=head_dim, max_positions=positions, theta=row.theta, row=row
-    )
+    vocab = fields.read_integer("vocab_size", minimum=1, maximum=1 << 21)
+    kv_heads, narrow = _read_kv_heads(fields, row, heads), head_dim
+    varied = None
+    if row.varied_layers:
+        windows, usual = (*windows[:-1], None), LayerSizes(narrow, kv_heads, inner)
+        varied = parse_varied_layers(fields, windows, usual, vocab_size=vocab, what=what)
+        head_dim, kv_heads = varied.head_dim, varied.kv_heads
+    wide = head_dim if varied is None else varied.sizes[-1].head_dim
+    rope = parse_rope_config(fields, dims=wide, max_positions=positions, theta=row.theta, row=row)
     return ModelConfig(
         architecture=fields.read_text("model_type"),
-        vocab_size=fields.read_integer("vocab_size", minimum=1, maximum=1 << 21),
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inner,
         layers=layers,
         heads=heads,
-        kv_heads=_read_kv_heads(fields, row, heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=min(positions, rope.max_positions),
         norm_eps=fields.read_number(
@@ -434,7 +466,13 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
             fields, row.experts, layers=layers, intermediate_size=inner, what=what
         ),
         block=parse_block_config(
-            fields, row, what=what, hidden_size=hidden, head_dim=head_dim, windows=windows
+            fields,
+            row,
+            what=what,
+            hidden_size=hidden,
+            head_dim=narrow,
+            windows=windows,
+            varied=varied,
         ),
     )
 

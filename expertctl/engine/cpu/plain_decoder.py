@@ -27,6 +27,7 @@ from expertctl.engine.cpu.plain_functional import (
     split_queries,
 )
 from expertctl.engine.cpu.plain_layers import PlainLayer, build_norm, build_plain_layers
+from expertctl.engine.cpu.plain_varied_layers import build_token_inputs, pad_heads
 from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 from expertctl.engine.cpu.rope import RotationTable, compute_rotation_table
 from expertctl.engine.decoding import (
@@ -37,6 +38,7 @@ from expertctl.engine.decoding import (
     check_modules,
     check_soft_prompt,
     check_tokens,
+    make_token_input_error,
 )
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, count_pages
@@ -68,6 +70,8 @@ class _PlainPass:
     pages: Sequence[AnyArray]
     tables: dict[RopeKind, RotationTable]
     deltas: Deltas
+    embedded: AnyArray | None
+    """The embeddings of tokens that each layer reads, [layers, tokens, size]."""
 
 
 class PlainDecoder:
@@ -85,6 +89,7 @@ class PlainDecoder:
         bias = weights.tensors.get(HEAD_BIAS_TENSOR)
         self._head = StackedLinear(("lm_head",), head, bias, (len(head),))
         self._layers = build_plain_layers(config, weights)
+        self._token_inputs = build_token_inputs(config, weights)
         scale = config.block.attention_scale
         self._scale = np.float32(config.head_dim**-0.5 if scale is None else scale)
         self._rotations: dict[RopeKind, RotationTable] = {}
@@ -130,8 +135,8 @@ class PlainDecoder:
         with rewind_on_error([cache]), _ignore_float_errors():
             for start in range(0, read, chunk):
                 part = self._embed(before, tokens, start, min(start + chunk, read))
-                first = cache.length
-                hidden = self._forward(part, cache, deltas, whole=scores is not None)
+                first, own = cache.length, tokens[max(start - len(before), 0) :]
+                hidden = self._forward(part, own, cache, deltas, whole=scores is not None)
                 if scores is not None:
                     self._record_scores(hidden, deltas, first, scores)
                 progress(len(part))
@@ -159,6 +164,7 @@ class PlainDecoder:
         with rewind_on_error([cache]), _ignore_float_errors():
             return self._forward(
                 self._look_up(tokens),
+                tokens,
                 cache,
                 EMPTY_DELTAS,
                 whole=True,
@@ -187,7 +193,7 @@ class PlainDecoder:
         tokens = self._check_tokens([token], deltas)
         cache.ensure_capacity(1)
         with rewind_on_error([cache]), _ignore_float_errors():
-            hidden = self._forward(self._look_up(tokens), cache, deltas)
+            hidden = self._forward(self._look_up(tokens), tokens, cache, deltas)
             logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, _measure_ms(started))
 
@@ -219,6 +225,8 @@ class PlainDecoder:
         if soft_prompt is None:
             return np.empty((0, width), np.float32)
         check_soft_prompt(soft_prompt, width, length=cache.length)
+        if self._token_inputs is not None:
+            raise make_token_input_error()
         return widen(soft_prompt)
 
     def _embed(self, before: AnyArray, tokens: AnyArray, start: int, end: int) -> AnyArray:
@@ -245,6 +253,7 @@ class PlainDecoder:
     def _forward(
         self,
         x: AnyArray,
+        ids: AnyArray,
         cache: PagedKVCache,
         deltas: Deltas,
         *,
@@ -253,10 +262,11 @@ class PlainDecoder:
     ) -> AnyArray:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
-        Only the last row is returned unless ``whole`` is set: the last layer writes the keys and
-        values of all tokens, but its output for the other rows is not needed.
+        ``ids`` begin with the tokens of the part. Only the last row is returned unless ``whole`` is
+        set: the last layer writes the keys and values of all tokens, but its output for the other
+        rows is not needed.
         """
-        step = self._start_pass(len(x), cache, deltas)
+        step = self._start_pass(x, ids[: len(x)], cache, deltas)
         if self._positions is not None:
             x += widen(self._positions[np.arange(step.start, step.start + len(x))])
         queries = self._plan_queries(step, begin=0)
@@ -270,17 +280,25 @@ class PlainDecoder:
             with self._time_place(f"layers.{number}.mlp"):
                 layer.add_mlp(x, None if read is None else read[queries.begin :], deltas)
                 del read
+                if layer.varied is not None:
+                    own = None if step.embedded is None else step.embedded[number, queries.begin :]
+                    layer.varied.finish(x, own, deltas)
         cache.advance(step.tokens)
         return x
 
-    def _start_pass(self, tokens: int, cache: PagedKVCache, deltas: Deltas) -> _PlainPass:
+    def _start_pass(
+        self, x: AnyArray, ids: AnyArray, cache: PagedKVCache, deltas: Deltas
+    ) -> _PlainPass:
         assert cache.layout == ROW_PAGES, "its pages are rows"
+        tokens = len(x)
         start, end = cache.length, cache.length + tokens
         if any(table.positions < end for table in self._rotations.values()) or not self._rotations:
             self._rotations = {}
             self._rotations = self._make_tables(min(1 << (end - 1).bit_length(), cache.capacity))
         tables = {kind: table.slice(start, end) for kind, table in self._rotations.items()}
-        return _PlainPass(start, tokens, cache.pages, tables, deltas)
+        inputs = self._token_inputs
+        embedded = None if inputs is None else inputs(ids, x, deltas)
+        return _PlainPass(start, tokens, cache.pages, tables, deltas, embedded)
 
     def _make_tables(self, positions: int) -> dict[RopeKind, RotationTable]:
         """Return the tables of all kinds of layers that rotate."""
@@ -313,7 +331,11 @@ class PlainDecoder:
         made = layer.inputs(normed, step.deltas)
         read = layer.select_mlp_input(x, normed)
         del normed
-        wide, turned = layer.inputs.ends[1], (tokens, -1, config.head_dim)
+        wide, turned = layer.rotated_end, (tokens, -1, layer.head_dim)
+        if layer.varied is None:
+            values = made[:, wide:].reshape(turned)
+        else:
+            values = layer.varied.make_values(made, layer.inputs, layer.head_dim)
         norms = layer.head_norms
         if norms is not None and not norms.after_rope:
             norms.apply(made, layer.inputs.ends)
@@ -321,14 +343,14 @@ class PlainDecoder:
         heads = layer.rotate(heads, step.tables.get(layer.rope))
         if norms is not None and norms.after_rope:
             norms.apply(heads.reshape(tokens, wide), layer.inputs.ends)
-        fresh = heads[:, config.heads :], made[:, wide:].reshape(turned)
+        fresh = heads[:, config.heads :], values
         blocks = queries.blocks[layer.window]
         keys, values = self._exchange_rows(number, step, fresh, blocks[0].first)
         asking = heads[queries.begin :, : config.heads]
         asking *= self._scale
         if config.block.query_growth:
             asking *= self._compute_query_growth(step)[queries.begin :, None, None]
-        out = np.empty((tokens - queries.begin, config.heads, config.head_dim), np.float32)
+        out = np.empty((tokens - queries.begin, config.heads, layer.head_dim), np.float32)
         earlier = step.start + tokens - keys.shape[1]
         for block in blocks:
             rows = slice(block.begin - queries.begin, block.end - queries.begin)
@@ -360,12 +382,15 @@ class PlainDecoder:
             rows = slice(max(start - begin, 0), min(end - begin, KV_PAGE_TOKENS))
             some = slice(begin + rows.start - start, begin + rows.stop - start)
             for kind, numbers in enumerate(fresh):
-                page[kind, :, rows] = numbers[some].swapaxes(0, 1)
+                page[kind, :, rows] = pad_heads(numbers[some], self.config).swapaxes(0, 1)
+        sizes = self.config.get_layer_sizes(number)
+        number = number if sizes.source is None else sizes.source
         before = first // KV_PAGE_TOKENS
         pages = [page[number] for page in step.pages[before : count_pages(end)]]
-        keys, values = pages[0] if len(pages) == 1 else self._gather(pages, step)
+        both = pages[0] if len(pages) == 1 else self._gather(pages, step)
         length = end - before * KV_PAGE_TOKENS
-        return keys[:, :length], values[:, :length]
+        keys, values = both[:, : sizes.kv_heads, :length, : sizes.head_dim]
+        return keys, values
 
     def _gather(self, pages: Sequence[AnyArray], step: _PlainPass) -> AnyArray:
         """Return the pages of a layer as one array [2, kv_heads, tokens, head_dim]."""

@@ -30,6 +30,11 @@ from expertctl.engine.cpu.plain_routed_mlp import (
     expert_mixture_bytes,
     gated_mlp_bytes,
 )
+from expertctl.engine.cpu.plain_varied_layers import (
+    PlainVariedLayer,
+    build_varied_layer,
+    varied_pass_bytes,
+)
 from expertctl.engine.cpu.plain_weights import WeightTensors
 from expertctl.engine.cpu.rope import RotationTable, rotate, rotate_first, rotation_table_bytes
 from expertctl.engine.decoding import PREFILL_CHUNK
@@ -50,7 +55,8 @@ _VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
 class HeadNorms:
     """The norms of queries and keys, per head or over all heads."""
 
-    norms: tuple[Norm, Norm]
+    norms: tuple[Norm, ...]
+    """Of queries and of keys, or only of queries."""
     after_rope: bool
 
     def apply(self, x: AnyArray, ends: tuple[int, ...]) -> None:
@@ -87,6 +93,14 @@ class PlainLayer:
     window: int | None
     sinks: AnyArray | None
     """A logit of each head that belongs to no key."""
+    head_dim: int
+    varied: PlainVariedLayer | None
+    """What it has beside other layers of the base."""
+
+    @property
+    def rotated_end(self) -> int:
+        """The column after queries and keys of its inputs, or after queries if it has no keys."""
+        return self.inputs.ends[min(1, len(self.inputs.ends) - 1)]
 
     def norm_input(self, x: AnyArray) -> AnyArray:
         """Return what attention reads: [tokens, hidden] -> [tokens, hidden]."""
@@ -160,26 +174,30 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
     else:
         mlp = build_expert_mixture(weights, config.experts, layer=prefix, gate=block.clamped_gate)
     norms = {name: build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
+    inputs = [f"{prefix}.{name}" for name in ATTENTION_INPUTS]
+    kind, head_dim = block.get_rope_kind(number), config.get_layer_sizes(number).head_dim
     return PlainLayer(
         input_norm=norms.get("input_layernorm"),
-        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in ATTENTION_INPUTS]),
+        inputs=stack_linear(weights, [n for n in inputs if f"{n}.weight" in weights.tensors]),
         output=stack_linear(weights, [f"{prefix}.self_attn.o_proj"]),
-        head_norms=_build_head_norms(config, weights, prefix) if config.qk_norm else None,
+        head_norms=_build_head_norms(config, weights, number) if config.qk_norm else None,
         output_norm=norms.get("attention_output_layernorm"),
         mlp_norm=norms.get("post_attention_layernorm"),
         mlp=mlp,
         mlp_output_norm=norms.get("mlp_output_layernorm"),
         parallel=block.places in ("parallel", "parallel_apart"),
         scale=block.residual_scale,
-        rope=block.get_rope_kind(number),
-        whole_heads=config.rope.dims == config.head_dim,
+        rope=kind,
+        whole_heads=kind == "local" or config.rope.dims == head_dim,
         window=config.windows[number],
         sinks=weights.tensors.get(f"{prefix}.{SINKS}"),
+        head_dim=head_dim,
+        varied=build_varied_layer(config, weights, number),
     )
 
 
-def _build_head_norms(config: ModelConfig, weights: WeightTensors, prefix: str) -> HeadNorms:
-    block = config.block
+def _build_head_norms(config: ModelConfig, weights: WeightTensors, number: int) -> HeadNorms:
+    block, prefix = config.block, f"model.layers.{number}"
 
     def build(name: str, heads: int) -> Norm:
         module = f"{prefix}.self_attn.{name}"
@@ -189,8 +207,10 @@ def _build_head_norms(config: ModelConfig, weights: WeightTensors, prefix: str) 
         rows = weights.stack(names).reshape(heads, config.head_dim)
         return _make_norm(block.head_norm, rows, None, config.norm_eps)
 
-    norms = build("q_norm", config.heads), build("k_norm", config.kv_heads)
-    return HeadNorms(norms, block.norms_after_rope)
+    norms = [build("q_norm", config.heads)]
+    if config.get_layer_sizes(number).source is None:
+        norms.append(build("k_norm", config.kv_heads))
+    return HeadNorms(tuple(norms), block.norms_after_rope)
 
 
 def estimate_plain_pass_bytes(
@@ -224,6 +244,7 @@ def estimate_plain_pass_bytes(
         shared += max(widening_bytes(inner, _MAX_STACKED * outer) for outer, inner in shapes)
     shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
     shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
+    shared += varied_pass_bytes(config, rows)
     return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)
 
 

@@ -14,7 +14,7 @@ leave NaN.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
@@ -35,6 +35,7 @@ from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.stacked_experts import DeviceExpertCounts
 from expertctl.engine.torch.stacked_mlp import StackedMlp, merge_rows
 from expertctl.engine.torch.transformer import Transformer
+from expertctl.engine.torch.varied_layers import estimate_varied_floats
 from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
 
@@ -181,6 +182,7 @@ class StepTensors:
     writes: Tensor  # positions of the new keys and values, int64 [rows, kv_heads, 1, head_dim]
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     routed_experts: Tensor  # see `StaticInputs`
+    embedded: Tensor | None  # the embeddings that each layer reads, [rows, layers, size]
 
     @property
     def query_rows(self) -> int:
@@ -193,11 +195,22 @@ class StepTensors:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of each row; return the first ``length`` of all its own."""
-        all_keys = self.arena.keys[layer, : len(keys)]
-        all_values = self.arena.values[layer, : len(keys)]
-        all_keys.scatter_(2, self.writes, keys[:, :, None].to(all_keys.dtype))
-        all_values.scatter_(2, self.writes, values[:, :, None].to(all_values.dtype))
+        rows, heads, dims = keys.shape
+        all_keys = self.arena.keys[layer, :rows, :heads, :, :dims]
+        all_values = self.arena.values[layer, :rows, :heads, :, :dims]
+        places = self.writes[:, :heads, :, :dims]
+        all_keys.scatter_(2, places, keys[:, :, None].to(all_keys.dtype))
+        all_values.scatter_(2, places, values[:, :, None].to(all_values.dtype))
         return all_keys[:, :, : self.length], all_values[:, :, : self.length]
+
+    def read(self, layer: int, *, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+        """Return the first ``length`` keys and values of each row of a layer."""
+        rows = self.query_rows
+        keys, values = (
+            part[layer, :rows, :heads, : self.length, :dims]
+            for part in (self.arena.keys, self.arena.values)
+        )
+        return keys, values
 
     def attend(
         self,
@@ -237,6 +250,8 @@ class GraphedStep:
         shared = self.build_step_tensors(inputs, rows=rows, length=length, plans=plans)
         layers = range(self.transformer.config.layers)
         x = self.transformer.add_positions(self.embed(inputs, rows), shared)
+        embedded = self.transformer.embed_for_layers(inputs.inputs[0, :rows], x, shared.plans)
+        shared = replace(shared, embedded=embedded)
         x = self.run_layers(x, layers, shared)
         self.score(x, inputs, shared)
 
@@ -288,6 +303,7 @@ class GraphedStep:
             writes=positions.view(rows, 1, 1, 1).expand(shape),
             visible={w: _compute_visibility(keys, positions, w) for w in set(config.windows)},
             routed_experts=inputs.asked,
+            embedded=None,
         )
 
     def _run_mlp(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
@@ -327,6 +343,8 @@ def estimate_step_bytes(
         each += 8 * config.hidden_size + 2 * config.intermediate_size + 3 * heads
         changed = config.block.changes_scores  # keys and values are widened
         scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * changed
+    if config.block.varied is not None:
+        each += estimate_varied_floats(config)
     numbers = each + 2 * scores + 2 * config.vocab_size
     return rows * (_FLOAT_BYTES * numbers + experts)
 
