@@ -174,6 +174,8 @@ def compute_exact_logits(
         assert layer.mlp_norm is not None
         mixer, normed = layer.mixer, normalise(x, layer.input_norm.weight)
         assert isinstance(mixer, AttentionWeights)
+        assert mixer.key is not None
+        assert mixer.value is not None
         queries = split_heads(mixer.query(normed, deltas), mixer.query_norm)
         keys = split_heads(mixer.key(normed, deltas), mixer.key_norm)
         values = split_heads(mixer.value(normed, deltas), None)

@@ -123,6 +123,14 @@ def check_soft_prompt(soft_prompt: AnyArray, hidden_size: int, *, length: int) -
         )
 
 
+def make_token_input_error() -> IncompatibleError:
+    """Return the error for a soft prompt on a base whose layers read embeddings of tokens."""
+    return IncompatibleError(
+        "the layers of this base read an embedding of each token, which virtual tokens do not have",
+        hint="use a LoRA or another kind of expert",
+    )
+
+
 def _format_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

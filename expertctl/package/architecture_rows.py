@@ -1,10 +1,15 @@
 """The architectures that our decoder runs: one row each, by ``model_type``.
 
-Those with the blocks of Llama are here, all others in `expertctl.package.other_family_rows`.
+Those with the blocks of Llama or with a gated DeltaNet are here, all others in
+`expertctl.package.other_family_rows`.
 """
 
+from dataclasses import replace
+
 from expertctl.package.architectures import Architecture, ExpertsRules
+from expertctl.package.delta_net_config import DELTA_NET_NAMES
 from expertctl.package.other_family_rows import OTHER_FAMILIES
+from expertctl.package.stored_layout import StoredNames
 
 _COUNT_NAMES = ("num_experts", "num_local_experts")
 
@@ -97,7 +102,57 @@ _LIKE_LLAMA = {
     ),
 }
 
-ARCHITECTURES = {**_LIKE_LLAMA, **OTHER_FAMILIES}
+_DELTA_NET = Architecture(
+    class_name="Qwen3_5ForCausalLM",
+    max_positions=32768,
+    qkv_bias="configured",
+    kv_heads=4,
+    head_dim=256,
+    norm="rms_plus_one",
+    norms="head",
+    head_norm="rms_plus_one",
+    partial_rotary=0.25,
+    delta_net=True,
+    stored=StoredNames(
+        layer=DELTA_NET_NAMES,
+        other_parts=("model.visual.", "mtp."),
+    ),
+)
+_DELTA_EXPERTS = ExpertsRules(
+    count_names=("num_experts", "num_local_experts"),
+    count=256,
+    used=8,
+    size=512,
+    normalised=True,
+    shared="gated",
+    shared_size=512,
+)
+_WITH_DELTA_NET = {
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": replace(
+        _DELTA_NET,
+        class_name="Qwen3_5MoeForCausalLM",
+        kv_heads=2,
+        intermediate=1,
+        experts=_DELTA_EXPERTS,
+    ),
+    "qwen3_next": replace(
+        _DELTA_NET,
+        class_name="Qwen3NextForCausalLM",
+        kv_heads=2,
+        experts=replace(
+            _DELTA_EXPERTS,
+            count=512,
+            used=10,
+            layers="by_step",
+            normalised=None,
+            normalised_default=True,
+        ),
+        stored=StoredNames(layer=DELTA_NET_NAMES, other_parts=("mtp.",), grouped_delta=True),
+    ),
+}
 
-ELSE_FOREIGN = frozenset(OTHER_FAMILIES)
+ARCHITECTURES = {**_LIKE_LLAMA, **_WITH_DELTA_NET, **OTHER_FAMILIES}
+
+ELSE_FOREIGN = frozenset({*_WITH_DELTA_NET, *OTHER_FAMILIES})
 """Architectures whose bases transformers runs where our decoder does not support an option."""

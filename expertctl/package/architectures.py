@@ -168,7 +168,7 @@ PlacesRule = Literal["fixed", "parallel_residual", "falcon"]
 """What else decides the places: a key, or the three keys of Falcon's blocks."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 EmbeddingRule = Literal["plain", "root_of_width", "multiplier"]
-AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch"]
+AttentionScaleRule = Literal["head_dim", "query_pre_attn_scalar", "multiplier", "switch", "one"]
 LogitsRule = Literal["plain", "divided", "multiplied"]
 RopeLayersRule = Literal["every", "local_theta", "listed", "windowed", "all_or_none"]
 """Which layers rotate: all; those with a window by their own frequencies; some; all or none."""
@@ -260,6 +260,8 @@ class Architecture:
     """What the settings of RoPE are if there are none."""
     sinks: bool = False
     """Whether every head has a learnt logit that takes part in the softmax of its scores."""
+    varied_layers: bool = False
+    """Whether layers without a window, and the last ones, differ from the others, as in Gemma 4."""
     clamped_gate: bool = False
     """Whether MLPs have the clamped SwiGLU of gpt-oss."""
     learned_positions: bool = False
@@ -281,6 +283,22 @@ MAX_EXPERTS_TOTAL = 1 << 16
 """The largest number of experts in all layers; each has three matrices with their own names."""
 _MAX_SIZE = 1 << 19
 _SIZE = "moe_intermediate_size"
+
+
+ROUTER_MODULE = "mlp.gate"
+"""The router of a layer; module names within a layer omit the layer's prefix."""
+CHOICE_BIAS = "e_score_correction_bias"
+SHARED_EXPERT_MODULE = "mlp.shared_expert"
+SHARED_GATE_MODULE = "mlp.shared_expert_gate"
+
+
+def list_gated_shapes(name: str, inner: int, hidden: int) -> dict[str, tuple[int, int]]:
+    """Return ``(out, in)`` of the three matrices of a feed-forward network."""
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +323,26 @@ class ExpertsConfig:
     shared_gate: bool
     """Whether the shared expert has a gate that scales its output."""
     router_bias: bool = False
+
+    def list_linear_shapes(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Return ``(out, in)`` of the linear layers of a routed layer, without its router."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for number in range(self.count):
+            shapes |= list_gated_shapes(f"mlp.experts.{number}", self.intermediate_size, hidden)
+        if self.shared_size:
+            shapes |= list_gated_shapes(SHARED_EXPERT_MODULE, self.shared_size, hidden)
+        if self.shared_gate:
+            shapes[SHARED_GATE_MODULE] = (1, hidden)
+        return shapes
+
+    def list_router_shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors of a router."""
+        shapes: dict[str, tuple[int, ...]] = {f"{ROUTER_MODULE}.weight": (self.count, hidden)}
+        if self.router_bias:
+            shapes[f"{ROUTER_MODULE}.bias"] = (self.count,)
+        if self.choice_bias:
+            shapes[f"{ROUTER_MODULE}.{CHOICE_BIAS}"] = (self.count,)
+        return shapes
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base; those added later only if they are set."""

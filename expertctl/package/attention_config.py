@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import Architecture, ConfigFields
+from expertctl.package.varied_layers import ProportionalScaling, parse_proportional_scaling
 from expertctl.schema.strict_json import JsonObject
 
 DEFAULT_THETA = 10_000.0
@@ -40,6 +41,10 @@ class Llama3Scaling:
     low: float
     high: float
     original: int
+
+
+def _compute_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,8 @@ class LongropeScaling:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original))
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling | LongropeScaling
+_StretchedScaling = LinearScaling | Llama3Scaling | YarnScaling | AlphaScaling
+RopeScaling = _StretchedScaling | LongropeScaling | ProportionalScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +127,8 @@ class RopeConfig:
     @property
     def max_positions(self) -> int:
         """The longest text, in tokens, that these frequencies are for."""
-        return (
-            self.scaling.original if isinstance(self.scaling, LongropeScaling) else _MAX_POSITIONS
-        )
+        scaling = self.scaling
+        return scaling.original if isinstance(scaling, LongropeScaling) else _MAX_POSITIONS
 
     def to_json(self) -> JsonObject:
         """Return the settings as in the digest of a base and the identity of a plan."""
@@ -177,13 +182,11 @@ def choose_rope_fields(config: ConfigFields, row: Architecture) -> ConfigFields:
     scaling, parameters = config.read_nested("rope_scaling"), config.read_nested("rope_parameters")
     if row.rope_layers != "local_theta":
         stated = scaling if scaling.values else parameters
-        if stated.values or not row.absent_rope:
-            return stated
-        return ConfigFields(dict(row.absent_rope), problems=config.problems)
+        absent = ConfigFields(dict(row.absent_rope), problems=config.problems)
+        return stated if stated.values or not row.absent_rope else absent
     if parameters.values and not {_FULL, _SLIDING} & parameters.values.keys():
         config.add_problem("rope_parameters", f"must have {_FULL} and {_SLIDING}")
-    full = parameters.read_nested(_FULL)
-    merged = {**full.values, **scaling.values}
+    merged = {**parameters.read_nested(_FULL).values, **scaling.values} or dict(row.absent_rope)
     return ConfigFields(merged, prefix="rope_parameters.", problems=config.problems)
 
 
@@ -209,6 +212,8 @@ def _read_rotated_dims(
     name, limits = "partial_rotary_factor", {"minimum": 0.0, "maximum": 1.0}
     part = config.read_number(name, default=1.0 if default is None else default, **limits)
     part = fields.read_number(name, default=part, **limits)
+    if fields.get("rope_type") == ProportionalScaling.rope_type:
+        return dims
     if default is None and part != 1.0:
         fields.add_problem(name, "below 1 is not supported")
         return dims
@@ -256,6 +261,9 @@ def _parse_scaling(
             return _parse_dynamic(fields, row, dims)
         case "longrope":
             return _parse_longrope(fields, original, max_positions, dims)
+        case "proportional" if row.varied_layers:
+            _check_known_keys(fields, {"factor"})
+            return parse_proportional_scaling(fields, dims)
         case _ if fields.problems:
             return None
         case _:
@@ -357,10 +365,6 @@ def _read_yarn_attention(fields: ConfigFields) -> tuple[float | None, float, flo
     if fields.get("attention_factor") is not None:
         return fields.read_number("attention_factor", minimum=1e-3, maximum=1e3), 0.0, 0.0
     return (None, mscale, all_dim) if mscale and all_dim else (None, 0.0, 0.0)
-
-
-def _compute_mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _check_known_keys(fields: ConfigFields, known: set[str]) -> None:

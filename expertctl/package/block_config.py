@@ -25,6 +25,7 @@ from expertctl.package.attention_config import (
     parse_local_rope,
     read_rotating_layers,
 )
+from expertctl.package.varied_layers import VariedLayers
 from expertctl.schema.strict_json import JsonObject
 
 _MAX_SCALE, _MIN_SCALE = 1e6, 1e-9
@@ -97,6 +98,8 @@ class BlockConfig:
     """Whether every head has a logit without a key, which takes part in the softmax."""
     clamped_gate: ClampedGate | None = None
     """What MLPs compute in place of an activation; None: the activation."""
+    varied: VariedLayers | None = None
+    """What differs between layers; None: all layers have the same sizes."""
 
     @property
     def is_sequential(self) -> bool:
@@ -121,6 +124,14 @@ class BlockConfig:
             return "none"
         return self.rope_kinds[layer] if self.rope_kinds else "global"
 
+    def list_unused_modules(self) -> frozenset[str]:
+        """Return the modules of which files may have tensors that are not used."""
+        return frozenset() if self.varied is None else self.varied.list_unused_modules()
+
+    def list_layer_vectors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what layers of different sizes have, by name in the layer."""
+        return {} if self.varied is None else dict(self.varied.iter_layer_vectors(hidden))
+
     def list_norms(self) -> tuple[str, ...]:
         """Return the names of the norms of a layer that have as many numbers as hidden states."""
         before = ("input_layernorm", "post_attention_layernorm")
@@ -141,11 +152,12 @@ class BlockConfig:
             **asdict(self),
             "rope_kinds": list(self.rope_kinds),
             "local_rope": None if self.local_rope is None else self.local_rope.to_json(),
+            "varied": None if self.varied is None else self.varied.to_json(),
         }
         return {n: v for n, v in values.items() if n not in _ADDED_FIELDS or v}
 
 
-_ADDED_FIELDS = frozenset({"sinks", "clamped_gate"})
+_ADDED_FIELDS = frozenset({"sinks", "clamped_gate", "varied"})
 """Fields that bases got after digests of other bases had been published; unset they are false."""
 
 
@@ -168,6 +180,7 @@ def parse_block_config(
     hidden_size: int,
     head_dim: int,
     windows: Windows,
+    varied: VariedLayers | None = None,
 ) -> BlockConfig:
     """Read what an architecture leaves to ``config.json``; problems are recorded in ``fields``.
 
@@ -205,6 +218,7 @@ def parse_block_config(
         query_growth_positions=positions,
         sinks=row.sinks,
         clamped_gate=_read_clamped_gate(fields) if row.clamped_gate else None,
+        varied=varied,
     )
 
 
@@ -277,6 +291,8 @@ def _read_attention_scale(fields: ConfigFields, row: Architecture, head_dim: int
             return 1 / math.sqrt(fields.read_number(name, minimum=1e-3, maximum=1e6, default=256))
         case "multiplier":
             return _read_scale(fields, "attention_multiplier")
+        case "one":
+            return 1.0
         case "switch":
             return None if fields.read_boolean("scale_attn_weights", default=True) else 1.0
 

@@ -14,9 +14,16 @@ from typing import cast
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architecture_rows import ARCHITECTURES
-from expertctl.package.architectures import Architecture, ConfigFields, ExpertsRules, Scoring
+from expertctl.package.architectures import (
+    CHOICE_BIAS,
+    ROUTER_MODULE,
+    Architecture,
+    ConfigFields,
+    ExpertsRules,
+    Scoring,
+)
 from expertctl.package.gguf_file import GgufHeader, GgufTensor
-from expertctl.package.model_config import CHOICE_BIAS, ROUTER_MODULE, ModelConfig
+from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 OWN_FILES_HINT = "use the model's own folder with config.json and safetensors"

@@ -18,6 +18,7 @@ from expertctl.package.architectures import (
     BiasRule,
     ConfigFields,
     ExpertsConfig,
+    list_gated_shapes,
     parse_experts_config,
 )
 from expertctl.package.attention_config import (
@@ -46,19 +47,15 @@ from expertctl.package.delta_net_config import (
     parse_delta_net,
 )
 from expertctl.package.stored_layout import HeadSizes, StoredPlaces
+from expertctl.package.varied_layers import LayerSizes, parse_varied_layers
 from expertctl.schema.strict_json import JsonObject
 
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
 POSITIONS_TENSOR = "model.embed_positions.weight"
 HEAD_TENSOR = "lm_head.weight"
 HEAD_BIAS_TENSOR = "lm_head.bias"
-ROUTER_MODULE = "mlp.gate"
-"""The router of a layer; module names within a layer omit the layer's prefix."""
-CHOICE_BIAS = "e_score_correction_bias"
 SINKS = "self_attn.sinks"
 """The logits of a layer's heads that belong to no key."""
-SHARED_EXPERT_MODULE = "mlp.shared_expert"
-SHARED_GATE_MODULE = "mlp.shared_expert_gate"
 _FLOAT_BYTES = 4
 _MAX_HEAD_NORMS = 1 << 16
 
@@ -155,7 +152,14 @@ class ModelConfig:
             inner=self.intermediate_size,
             apart=self.block.places == "parallel_apart",
             fused={} if net is None else net.list_fused(sizes, grouped=names.grouped_delta),
+            unused=self.block.list_unused_modules(),
         )
+
+    def get_layer_sizes(self, layer: int) -> LayerSizes:
+        """Return the sizes of a layer; ``head_dim`` and ``kv_heads`` are the largest of all."""
+        if self.block.varied is not None:
+            return self.block.varied.sizes[layer]
+        return LayerSizes(self.head_dim, self.kv_heads, self.intermediate_size)
 
     def to_json(self) -> JsonObject:
         """Return every field as in the digest of a base."""
@@ -203,6 +207,8 @@ class ModelConfig:
             for layer in range(self.layers)
             for name, shape in self._list_layer_shapes(layer).items()
         }
+        if self.block.varied is not None:
+            shapes |= self.block.varied.list_outer_shapes(self.hidden_size)
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
     def adapted_shapes(self) -> dict[str, tuple[int, int]]:
@@ -233,49 +239,31 @@ class ModelConfig:
 
     def _list_layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         if self.delta_net is None or self.has_attention(layer):
-            shapes = self._list_attention_shapes()
+            shapes = self._list_attention_shapes(layer)
         else:
             shapes = self.delta_net.list_linear_shapes(self.hidden_size)
-        return shapes | (
-            self._list_routed_shapes() if self.is_routed(layer) else self._list_mlp_shapes()
-        )
+        if self.experts is not None and self.is_routed(layer):
+            return {**shapes, **self.experts.list_linear_shapes(self.hidden_size)}
+        return {**shapes, **self._list_mlp_shapes(self.get_layer_sizes(layer).intermediate_size)}
 
-    def _list_attention_shapes(self) -> dict[str, tuple[int, int]]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        gate = {} if self.delta_net is None else {OUTPUT_GATE_MODULE: (queries, self.hidden_size)}
-        return {
-            "self_attn.q_proj": (queries, self.hidden_size),
-            "self_attn.k_proj": (keys, self.hidden_size),
-            "self_attn.v_proj": (keys, self.hidden_size),
-            **gate,
-            "self_attn.o_proj": (self.hidden_size, queries),
-        }
+    def _list_attention_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
+        sizes, hidden = self.get_layer_sizes(layer), self.hidden_size
+        queries, keys = self.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        shapes = {"self_attn.q_proj": (queries, hidden)}
+        if sizes.source is None:
+            shapes["self_attn.k_proj"] = (keys, hidden)
+        if sizes.source is None and sizes.has_values:
+            shapes["self_attn.v_proj"] = (keys, hidden)
+        if self.delta_net is not None:
+            shapes[OUTPUT_GATE_MODULE] = (queries, hidden)
+        shapes["self_attn.o_proj"] = (hidden, queries)
+        varied = self.block.varied
+        return shapes if varied is None else shapes | varied.list_layer_shapes(hidden)
 
-    def _list_mlp_shapes(self) -> dict[str, tuple[int, int]]:
-        shapes = self._list_gated_shapes("mlp")
+    def _list_mlp_shapes(self, inner: int) -> dict[str, tuple[int, int]]:
+        shapes = list_gated_shapes("mlp", inner, self.hidden_size)
         if not self.block.gated:
             del shapes["mlp.gate_proj"]
-        return shapes
-
-    def _list_gated_shapes(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
-        """Return the shapes of the three matrices of a feed-forward network."""
-        inner = size or self.intermediate_size
-        return {
-            f"{name}.gate_proj": (inner, self.hidden_size),
-            f"{name}.up_proj": (inner, self.hidden_size),
-            f"{name}.down_proj": (self.hidden_size, inner),
-        }
-
-    def _list_routed_shapes(self) -> dict[str, tuple[int, int]]:
-        experts = self.experts
-        assert experts is not None
-        shapes: dict[str, tuple[int, int]] = {}
-        for number in range(experts.count):
-            shapes |= self._list_gated_shapes(f"mlp.experts.{number}", experts.intermediate_size)
-        if experts.shared_size:
-            shapes |= self._list_gated_shapes(SHARED_EXPERT_MODULE, experts.shared_size)
-        if experts.shared_gate:
-            shapes[SHARED_GATE_MODULE] = (1, self.hidden_size)
         return shapes
 
     def _iter_tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -283,6 +271,8 @@ class ModelConfig:
         if self.block.learned_positions:
             yield POSITIONS_TENSOR, (self.max_positions, self.hidden_size)
         yield from self._iter_norm_shapes("model.norm", self.hidden_size)
+        if self.block.varied is not None:
+            yield from self.block.varied.iter_outer_tensors(self.hidden_size)
         if not self.tied:
             yield HEAD_TENSOR, (self.vocab_size, self.hidden_size)
         if self.block.head_bias:
@@ -299,28 +289,19 @@ class ModelConfig:
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
         if self.delta_net is None or self.has_attention(layer):
-            vectors = self._list_attention_vectors()
+            vectors = self._list_attention_vectors(layer)
         else:
             vectors = self.delta_net.list_vector_shapes()
         if self.experts is not None and self.is_routed(layer):
-            vectors |= self._list_router_shapes(self.experts)
+            vectors |= self.experts.list_router_shapes(self.hidden_size)
         yield from ((f"{prefix}.{name}", shape) for name, shape in vectors.items())
 
-    def _list_attention_vectors(self) -> dict[str, tuple[int, ...]]:
+    def _list_attention_vectors(self, layer: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {SINKS: (self.heads,)} if self.block.sinks else {}
+        shapes |= self.block.list_layer_vectors(self.hidden_size)
         ends = ("weight", "bias") if self.block.head_norm == "layer_with_bias" else ("weight",)
-        for norm, size in self._list_norm_sizes().items():
+        for norm, size in self._list_norm_sizes(layer).items():
             shapes |= {f"self_attn.{norm}.{end}": (size,) for end in ends}
-        return shapes
-
-    def _list_router_shapes(self, experts: ExpertsConfig) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {
-            f"{ROUTER_MODULE}.weight": (experts.count, self.hidden_size)
-        }
-        if experts.router_bias:
-            shapes[f"{ROUTER_MODULE}.bias"] = (experts.count,)
-        if experts.choice_bias:
-            shapes[f"{ROUTER_MODULE}.{CHOICE_BIAS}"] = (experts.count,)
         return shapes
 
     def _iter_norm_shapes(self, norm: str, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -328,12 +309,14 @@ class ModelConfig:
         if self.block.norm == "layer_with_bias":
             yield f"{norm}.bias", (size,)
 
-    def _list_norm_sizes(self) -> dict[str, int]:
+    def _list_norm_sizes(self, layer: int) -> dict[str, int]:
         heads, dims = {"q_norm": self.heads, "k_norm": self.kv_heads}, self.head_dim
         if not self.qk_norm:
             return {}
         if self.block.own_head_norms:
             return {f"{name}.norms.{n}": dims for name in heads for n in range(heads[name])}
+        if self.block.varied is not None:
+            return self.block.varied.list_norm_sizes(layer)
         return {name: dims * (heads[name] if self.projection_norm else 1) for name in heads}
 
     def _has_bias(self, name: str) -> bool:
@@ -391,7 +374,7 @@ def _find_architecture(fields: ConfigFields, what: str) -> Architecture:
 
 
 def _reject_unsupported(fields: ConfigFields, row: Architecture, what: str) -> None:
-    if fields.get("per_layer_config"):
+    if fields.get("per_layer_config") and not row.varied_layers:
         raise IncompatibleError(
             f"{what}: layers that differ by per_layer_config are not supported",
             hint="supported is a base whose layers are alike",
@@ -433,17 +416,23 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
         default=None if row.intermediate is None else row.intermediate * hidden,
     )
     windows = parse_layer_windows(fields, row, layers)
-    rope = parse_rope_config(
-        fields, dims=head_dim, max_positions=positions, theta=row.theta, row=row
-    )
+    vocab = fields.read_integer("vocab_size", minimum=1, maximum=1 << 21)
+    kv_heads, narrow = _read_kv_heads(fields, row, heads), head_dim
+    varied = None
+    if row.varied_layers:
+        windows, usual = (*windows[:-1], None), LayerSizes(narrow, kv_heads, inner)
+        varied = parse_varied_layers(fields, windows, usual, vocab_size=vocab, what=what)
+        head_dim, kv_heads = varied.head_dim, varied.kv_heads
+    wide = head_dim if varied is None else varied.sizes[-1].head_dim
+    rope = parse_rope_config(fields, dims=wide, max_positions=positions, theta=row.theta, row=row)
     return ModelConfig(
         architecture=fields.read_text("model_type"),
-        vocab_size=fields.read_integer("vocab_size", minimum=1, maximum=1 << 21),
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=inner,
         layers=layers,
         heads=heads,
-        kv_heads=_read_kv_heads(fields, row, heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=min(positions, rope.max_positions),
         norm_eps=fields.read_number(
@@ -465,7 +454,13 @@ def _build_config(fields: ConfigFields, row: Architecture, what: str) -> ModelCo
             fields, row.experts, layers=layers, intermediate_size=inner, what=what
         ),
         block=parse_block_config(
-            fields, row, what=what, hidden_size=hidden, head_dim=head_dim, windows=windows
+            fields,
+            row,
+            what=what,
+            hidden_size=hidden,
+            head_dim=narrow,
+            windows=windows,
+            varied=varied,
         ),
         delta_net=parse_delta_net(fields, layers) if row.delta_net else None,
     )

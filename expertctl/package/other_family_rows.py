@@ -1,9 +1,6 @@
 """Rows of architectures with blocks unlike Llama's, by ``model_type``; see `architecture_rows`."""
 
-from dataclasses import replace
-
 from expertctl.package.architectures import Architecture, ExpertsRules
-from expertctl.package.delta_net_config import DELTA_NET_NAMES
 from expertctl.package.stored_layout import StoredNames
 
 _BIDIRECTIONAL = ("use_bidirectional_attention",)
@@ -20,56 +17,7 @@ _NEOX_LAYER = {
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
 
-
-_DELTA_NET = Architecture(
-    class_name="Qwen3_5ForCausalLM",
-    max_positions=32768,
-    qkv_bias="configured",
-    kv_heads=4,
-    head_dim=256,
-    norm="rms_plus_one",
-    norms="head",
-    head_norm="rms_plus_one",
-    partial_rotary=0.25,
-    delta_net=True,
-    stored=StoredNames(
-        layer=DELTA_NET_NAMES,
-        other_parts=("model.visual.", "mtp."),
-    ),
-)
-_DELTA_EXPERTS = ExpertsRules(
-    count_names=("num_experts", "num_local_experts"),
-    count=256,
-    used=8,
-    size=512,
-    normalised=True,
-    shared="gated",
-    shared_size=512,
-)
-
 OTHER_FAMILIES = {
-    "qwen3_5_text": _DELTA_NET,
-    "qwen3_5_moe_text": replace(
-        _DELTA_NET,
-        class_name="Qwen3_5MoeForCausalLM",
-        kv_heads=2,
-        intermediate=1,
-        experts=_DELTA_EXPERTS,
-    ),
-    "qwen3_next": replace(
-        _DELTA_NET,
-        class_name="Qwen3NextForCausalLM",
-        kv_heads=2,
-        experts=replace(
-            _DELTA_EXPERTS,
-            count=512,
-            used=10,
-            layers="by_step",
-            normalised=None,
-            normalised_default=True,
-        ),
-        stored=StoredNames(layer=DELTA_NET_NAMES, other_parts=("mtp.",), grouped_delta=True),
-    ),
     "gemma": Architecture(
         class_name="GemmaForCausalLM",
         max_positions=8192,
@@ -122,6 +70,30 @@ OTHER_FAMILIES = {
         window_pattern=6,
         rope_layers="local_theta",
         caps=(None, None),
+        refused=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
+        stored=StoredNames(layer=_AROUND),
+    ),
+    "gemma4_text": Architecture(
+        class_name="Gemma4ForCausalLM",
+        max_positions=131072,
+        theta=1_000_000.0,
+        keys={"hidden_act": "hidden_activation"},
+        qkv_bias="configured",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation="gelu_pytorch_tanh",
+        norms="head",
+        places="around",
+        embedding="root_of_width",
+        attention_scale="one",
+        window="pattern",
+        window_pattern=6,
+        window_size=512,
+        rope_layers="local_theta",
+        absent_rope={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        caps=(None, None),
+        varied_layers=True,
         refused=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
         stored=StoredNames(layer=_AROUND),
     ),

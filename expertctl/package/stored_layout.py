@@ -159,6 +159,8 @@ class StoredPlaces:
     """Whether its blocks have two parallel norms."""
     fused: Mapping[str, tuple[ModulePart, ...]] = field(default_factory=dict)
     """More modules of the files that are several of ours."""
+    unused: frozenset[str] = frozenset()
+    """Modules of which files may have tensors that the base does not use."""
 
     def find_stored_module(self, module: str) -> tuple[str, ModulePart | None]:
         """Return the stored module of one of ours, and which part of it, if not all."""
@@ -260,7 +262,9 @@ def find_stored_rows(
             problems.append(source)
     used = {source.stored_name for source in sources.values()}
     missing = {problem.split()[1] for problem in problems if problem.startswith("tensor ")}
-    problems += [f"unexpected tensor {n[:200]}" for n in sorted(infos.keys() - used - missing)]
+    unused = {name for name in infos if name.rpartition(".")[0] in places.unused}
+    others = infos.keys() - used - missing - unused
+    problems += [f"unexpected tensor {name[:200]}" for name in sorted(others)]
     problems[:] = list(dict.fromkeys(problems))
     return {
         name: replace(source, stored_name=names[source.stored_name])

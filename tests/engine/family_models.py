@@ -72,6 +72,7 @@ CLASSES = {
     "gpt2": "GPT2",
     "falcon": "Falcon",
     "olmo3": "Olmo3",
+    "gemma4_text": "Gemma4Text",
     "gpt_oss": "GptOss",
     "qwen3_5_text": "Qwen3_5Text",
     "qwen3_next": "Qwen3Next",
@@ -122,6 +123,34 @@ SHAPES: list[FamilyShape] = [
                 **_LOCAL,
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
             },
+        },
+    ),
+    (
+        "gemma4_text",
+        {
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCAB,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": _TWO_KINDS[:2] * 2,
+            "use_double_wide_mlp": True,
+            "sliding_window": 5,
+        },
+    ),
+    (
+        "gemma4_text",
+        {
+            **_ALONE,
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "layer_types": _TWO_KINDS,
+            "sliding_window": 3,
+            "final_logit_softcapping": 4.0,
         },
     ),
     ("phi3", {}),
@@ -318,6 +347,7 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
     model = getattr(transformers, f"{name}{head}")(chosen).eval()
     generator = torch.Generator().manual_seed(seed)
     noise_size = 0.1 if arch.startswith("gemma") else 0.15  # its embeddings are scaled up
+    noise_size = 0.06 if arch == "gemma4_text" else noise_size  # and its scores are not scaled down
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * noise_size
@@ -327,6 +357,9 @@ def build_family_model(directory: Path, arch: str, *, seed: int = 0, **config: A
                 noise *= 0.3
             is_scale = parameter.ndim < 2 and parameter_name.endswith("weight")
             parameter.copy_(1 + noise if is_scale else noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(1, generator=generator) * 0.1)
     model.save_pretrained(directory)
     return model
 
@@ -368,6 +401,7 @@ def save_family_adapter(
     matches = [_LAYER.fullmatch(name) for name in names]
     targets = sorted({match["rest"] for match in matches if match is not None})
     targets += ["lm_head"] * head
+    targets += [name for name in ("per_layer_model_projection",) if f"model.{name}" in names]
     if kind == "ia3":
         ends = [name for name in targets if name.endswith(_FEED_FORWARD_ENDS)]
         config: Any = peft.IA3Config(target_modules=targets, feedforward_modules=ends)

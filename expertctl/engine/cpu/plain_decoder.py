@@ -28,6 +28,7 @@ from expertctl.engine.cpu.plain_functional import (
     split_queries,
 )
 from expertctl.engine.cpu.plain_layers import PlainLayer, build_norm, build_plain_layers
+from expertctl.engine.cpu.plain_varied_layers import build_token_inputs, pad_heads
 from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
 from expertctl.engine.cpu.rope import RotationTable, compute_rotation_table
 from expertctl.engine.decoding import (
@@ -38,6 +39,7 @@ from expertctl.engine.decoding import (
     check_modules,
     check_soft_prompt,
     check_tokens,
+    make_token_input_error,
 )
 from expertctl.engine.kernels.packed_format import KV_PAGE_TOKENS
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache, count_pages
@@ -73,6 +75,8 @@ class _PlainPass:
     """The state of earlier tokens in layers without keys and values."""
     states: dict[int, AnyArray]
     """Those that the pass makes, by how many of its tokens they are after."""
+    embedded: AnyArray | None
+    """The embeddings of tokens that each layer reads, [layers, tokens, size]."""
 
     def take_states(self, place: int) -> tuple[AnyArray | None, dict[int, AnyArray]]:
         """Return both for one of those layers, in their order."""
@@ -98,6 +102,7 @@ class PlainDecoder:
         kinds = [layer.delta_net is None for layer in self._layers]
         self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
         """The place of each layer among those with keys and values, or those without."""
+        self._token_inputs = build_token_inputs(config, weights)
         scale = config.block.attention_scale
         self._scale = np.float32(config.head_dim**-0.5 if scale is None else scale)
         self._rotations: dict[RopeKind, RotationTable] = {}
@@ -143,8 +148,8 @@ class PlainDecoder:
         with rewind_on_error([cache]), _ignore_float_errors():
             for start in range(0, read, chunk):
                 part = self._embed(before, tokens, start, min(start + chunk, read))
-                first = cache.length
-                hidden = self._forward(part, cache, deltas, whole=scores is not None)
+                first, own = cache.length, tokens[max(start - len(before), 0) :]
+                hidden = self._forward(part, own, cache, deltas, whole=scores is not None)
                 if scores is not None:
                     self._record_scores(hidden, deltas, first, scores)
                 progress(len(part))
@@ -172,6 +177,7 @@ class PlainDecoder:
         with rewind_on_error([cache]), _ignore_float_errors():
             return self._forward(
                 self._look_up(tokens),
+                tokens,
                 cache,
                 EMPTY_DELTAS,
                 whole=True,
@@ -200,7 +206,7 @@ class PlainDecoder:
         tokens = self._check_tokens([token], deltas)
         cache.ensure_capacity(1)
         with rewind_on_error([cache]), _ignore_float_errors():
-            hidden = self._forward(self._look_up(tokens), cache, deltas)
+            hidden = self._forward(self._look_up(tokens), tokens, cache, deltas)
             logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, _measure_ms(started))
 
@@ -232,6 +238,8 @@ class PlainDecoder:
         if soft_prompt is None:
             return np.empty((0, width), np.float32)
         check_soft_prompt(soft_prompt, width, length=cache.length)
+        if self._token_inputs is not None:
+            raise make_token_input_error()
         return widen(soft_prompt)
 
     def _embed(self, before: AnyArray, tokens: AnyArray, start: int, end: int) -> AnyArray:
@@ -258,6 +266,7 @@ class PlainDecoder:
     def _forward(
         self,
         x: AnyArray,
+        ids: AnyArray,
         cache: PagedKVCache,
         deltas: Deltas,
         *,
@@ -266,10 +275,11 @@ class PlainDecoder:
     ) -> AnyArray:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
-        Only the last row is returned unless ``whole`` is set: the last layer writes the keys and
-        values of all tokens, but its output for the other rows is not needed.
+        ``ids`` begin with the tokens of the part. Only the last row is returned unless ``whole`` is
+        set: the last layer writes the keys and values of all tokens, but its output for the other
+        rows is not needed.
         """
-        step = self._start_pass(len(x), cache, deltas)
+        step = self._start_pass(x, ids[: len(x)], cache, deltas)
         if self._positions is not None:
             x += widen(self._positions[np.arange(step.start, step.start + len(x))])
         queries = self._plan_queries(step, begin=0)
@@ -283,14 +293,20 @@ class PlainDecoder:
             with self._time_place(f"layers.{number}.mlp"):
                 layer.add_mlp(x, None if read is None else read[queries.begin :], deltas)
                 del read
+                if layer.varied is not None:
+                    own = None if step.embedded is None else step.embedded[number, queries.begin :]
+                    layer.varied.finish(x, own, deltas)
         cache.advance(step.tokens)
         if cache.states is not None:
             states = {step.start + n: state for n, state in step.states.items()}
             cache.states.add(states, is_prompt=step.tokens > 1)
         return x
 
-    def _start_pass(self, tokens: int, cache: PagedKVCache, deltas: Deltas) -> _PlainPass:
+    def _start_pass(
+        self, x: AnyArray, ids: AnyArray, cache: PagedKVCache, deltas: Deltas
+    ) -> _PlainPass:
         assert cache.layout == ROW_PAGES, "its pages are rows"
+        tokens = len(x)
         start, end = cache.length, cache.length + tokens
         if any(table.positions < end for table in self._rotations.values()) or not self._rotations:
             self._rotations = {}
@@ -301,7 +317,9 @@ class PlainDecoder:
             places, shape = cache.states.list_positions(start, tokens), cache.states.shape
             state = cache.states.current
             states = {place - start: np.empty(shape, np.float32) for place in places}
-        return _PlainPass(start, tokens, cache.pages, tables, deltas, state, states)
+        inputs = self._token_inputs
+        embedded = None if inputs is None else inputs(ids, x, deltas)
+        return _PlainPass(start, tokens, cache.pages, tables, deltas, state, states, embedded)
 
     def _make_tables(self, positions: int) -> dict[RopeKind, RotationTable]:
         """Return the tables of all kinds of layers that rotate."""
@@ -337,7 +355,11 @@ class PlainDecoder:
         if layer.delta_net is not None:
             out = layer.delta_net(made, *step.take_states(self._places[number]))
             return layer.output(out[queries.begin :], step.deltas), read
-        (_, wide, end), turned = layer.inputs.ends[:3], (tokens, -1, config.head_dim)
+        wide, turned = layer.rotated_end, (tokens, -1, layer.head_dim)
+        if layer.varied is None:
+            values = made[:, wide : layer.inputs.ends[2]].reshape(turned)
+        else:
+            values = layer.varied.make_values(made, layer.inputs, layer.head_dim)
         norms = layer.head_norms
         if norms is not None and not norms.after_rope:
             norms.apply(made, layer.inputs.ends)
@@ -345,14 +367,14 @@ class PlainDecoder:
         heads = layer.rotate(heads, step.tables.get(layer.rope))
         if norms is not None and norms.after_rope:
             norms.apply(heads.reshape(tokens, wide), layer.inputs.ends)
-        fresh = heads[:, config.heads :], made[:, wide:end].reshape(turned)
+        fresh = heads[:, config.heads :], values
         blocks = queries.blocks[layer.window]
         keys, values = self._exchange_rows(self._places[number], step, fresh, blocks[0].first)
         asking = heads[queries.begin :, : config.heads]
         asking *= self._scale
         if config.block.query_growth:
             asking *= self._compute_query_growth(step)[queries.begin :, None, None]
-        out = np.empty((tokens - queries.begin, config.heads, config.head_dim), np.float32)
+        out = np.empty((tokens - queries.begin, config.heads, layer.head_dim), np.float32)
         earlier = step.start + tokens - keys.shape[1]
         for block in blocks:
             rows = slice(block.begin - queries.begin, block.end - queries.begin)
@@ -362,7 +384,7 @@ class PlainDecoder:
             attend(*part, block, out[rows], cap=cap, sinks=sinks)
         flat = out.reshape(len(out), -1)
         if config.delta_net is not None:
-            flat *= sigmoid(made[queries.begin :, end:])
+            flat *= sigmoid(made[queries.begin :, layer.inputs.ends[2] :])
         return layer.output(flat, step.deltas), read
 
     def _compute_query_growth(self, step: _PlainPass) -> AnyArray:
@@ -387,12 +409,15 @@ class PlainDecoder:
             rows = slice(max(start - begin, 0), min(end - begin, KV_PAGE_TOKENS))
             some = slice(begin + rows.start - start, begin + rows.stop - start)
             for kind, numbers in enumerate(fresh):
-                page[kind, :, rows] = numbers[some].swapaxes(0, 1)
+                page[kind, :, rows] = pad_heads(numbers[some], self.config).swapaxes(0, 1)
+        sizes = self.config.get_layer_sizes(layer)
+        layer = layer if sizes.source is None else sizes.source
         before = first // KV_PAGE_TOKENS
         pages = [page[layer] for page in step.pages[before : count_pages(end)]]
-        keys, values = pages[0] if len(pages) == 1 else self._gather(pages, step)
+        both = pages[0] if len(pages) == 1 else self._gather(pages, step)
         length = end - before * KV_PAGE_TOKENS
-        return keys[:, :length], values[:, :length]
+        keys, values = both[:, : sizes.kv_heads, :length, : sizes.head_dim]
+        return keys, values
 
     def _gather(self, pages: Sequence[AnyArray], step: _PlainPass) -> AnyArray:
         """Return the pages of a layer as one array [2, kv_heads, tokens, head_dim]."""

@@ -31,6 +31,11 @@ from expertctl.engine.cpu.plain_routed_mlp import (
     expert_mixture_bytes,
     gated_mlp_bytes,
 )
+from expertctl.engine.cpu.plain_varied_layers import (
+    PlainVariedLayer,
+    build_varied_layer,
+    varied_pass_bytes,
+)
 from expertctl.engine.cpu.plain_weights import WeightTensors
 from expertctl.engine.cpu.rope import RotationTable, rotate, rotate_first, rotation_table_bytes
 from expertctl.engine.decoding import PREFILL_CHUNK
@@ -53,7 +58,8 @@ _VIEW_BYTES, _TOKEN_BYTES, _OBJECT_BYTES = 256, 16, 64 << 10
 class HeadNorms:
     """The norms of queries and keys, per head or over all heads."""
 
-    norms: tuple[Norm, Norm]
+    norms: tuple[Norm, ...]
+    """Of queries and of keys, or only of queries."""
     after_rope: bool
 
     def apply(self, x: AnyArray, ends: tuple[int, ...]) -> None:
@@ -92,6 +98,14 @@ class PlainLayer:
     """A logit of each head that belongs to no key."""
     delta_net: PlainDeltaNet | None
     """What it has in place of attention, between ``inputs`` and ``output``; None: it attends."""
+    head_dim: int
+    varied: PlainVariedLayer | None
+    """What it has beside other layers of the base."""
+
+    @property
+    def rotated_end(self) -> int:
+        """The column after queries and keys of its inputs, or after queries if it has no keys."""
+        return self.inputs.ends[min(1, len(self.inputs.ends) - 1)]
 
     def norm_input(self, x: AnyArray) -> AnyArray:
         """Return what attention reads: [tokens, hidden] -> [tokens, hidden]."""
@@ -171,11 +185,13 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
         inputs.append(OUTPUT_GATE_MODULE)
     elif net is not None:
         *inputs, output = net.list_linear_shapes(config.hidden_size)
+    kind, head_dim = block.get_rope_kind(number), config.get_layer_sizes(number).head_dim
+    there = [n for each in inputs if f"{(n := f'{prefix}.{each}')}.weight" in weights.tensors]
     return PlainLayer(
         input_norm=norms.get("input_layernorm"),
-        inputs=stack_linear(weights, [f"{prefix}.{name}" for name in inputs]),
+        inputs=stack_linear(weights, there),
         output=stack_linear(weights, [f"{prefix}.{output}"]),
-        head_norms=_build_head_norms(config, weights, prefix)
+        head_norms=_build_head_norms(config, weights, number)
         if config.qk_norm and attends
         else None,
         output_norm=norms.get("attention_output_layernorm"),
@@ -184,18 +200,20 @@ def _build_layer(config: ModelConfig, weights: WeightTensors, number: int) -> Pl
         mlp_output_norm=norms.get("mlp_output_layernorm"),
         parallel=block.places in ("parallel", "parallel_apart"),
         scale=block.residual_scale,
-        rope=block.get_rope_kind(number),
-        whole_heads=config.rope.dims == config.head_dim,
+        rope=kind,
+        whole_heads=kind == "local" or config.rope.dims == head_dim,
         window=config.windows[number],
         sinks=weights.tensors.get(f"{prefix}.{SINKS}"),
         delta_net=None
         if net is None or attends
         else build_delta_net(net, weights, prefix, eps=config.norm_eps),
+        head_dim=head_dim,
+        varied=build_varied_layer(config, weights, number),
     )
 
 
-def _build_head_norms(config: ModelConfig, weights: WeightTensors, prefix: str) -> HeadNorms:
-    block = config.block
+def _build_head_norms(config: ModelConfig, weights: WeightTensors, number: int) -> HeadNorms:
+    block, prefix = config.block, f"model.layers.{number}"
 
     def build(name: str, heads: int) -> Norm:
         module = f"{prefix}.self_attn.{name}"
@@ -205,8 +223,10 @@ def _build_head_norms(config: ModelConfig, weights: WeightTensors, prefix: str) 
         rows = weights.stack(names).reshape(heads, config.head_dim)
         return _make_norm(block.head_norm, rows, None, config.norm_eps)
 
-    norms = build("q_norm", config.heads), build("k_norm", config.kv_heads)
-    return HeadNorms(norms, block.norms_after_rope)
+    norms = [build("q_norm", config.heads)]
+    if config.get_layer_sizes(number).source is None:
+        norms.append(build("k_norm", config.kv_heads))
+    return HeadNorms(tuple(norms), block.norms_after_rope)
 
 
 def estimate_plain_pass_bytes(
@@ -245,6 +265,7 @@ def estimate_plain_pass_bytes(
         shared += max(widening_bytes(inner, stacked * outer) for outer, inner in shapes)
     shared += _FLOAT_BYTES * 2 * config.kv_heads * dims * KV_PAGE_TOKENS * count_pages(capacity)
     shared += _VIEW_BYTES * count_pages(capacity) + _TOKEN_BYTES * capacity + _OBJECT_BYTES
+    shared += varied_pass_bytes(config, rows)
     return shared + _FLOAT_BYTES * 5 * rows * hidden + max(layer, head)
 
 

@@ -24,14 +24,14 @@ from expertctl.engine.cpu.plain_functional import (
     stack_linear,
 )
 from expertctl.engine.cpu.plain_weights import StoredMatrix, WeightTensors
-from expertctl.package.architectures import ExpertsConfig
-from expertctl.package.block_config import ClampedGate
-from expertctl.package.model_config import (
+from expertctl.package.architectures import (
     CHOICE_BIAS,
     ROUTER_MODULE,
     SHARED_EXPERT_MODULE,
     SHARED_GATE_MODULE,
+    ExpertsConfig,
 )
+from expertctl.package.block_config import ClampedGate
 
 _FLOAT_BYTES = 4
 Scoring = Literal["softmax", "sigmoid"]

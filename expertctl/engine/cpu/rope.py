@@ -20,6 +20,7 @@ from expertctl.package.attention_config import (
     RopeConfig,
     YarnScaling,
 )
+from expertctl.package.varied_layers import ProportionalScaling
 
 _FLOAT_BYTES = 4
 
@@ -44,6 +45,9 @@ def compute_inverse_frequencies(config: RopeConfig) -> AnyArray:
             return np.float32(1) / powers.astype(np.float32)
         case LongropeScaling() as scaling:
             return plain / np.array(scaling.short, np.float32)
+        case ProportionalScaling(pairs, factor):
+            plain[pairs:] = 0
+            return plain / np.float32(factor)
 
 
 def _scale_llama3(plain: AnyArray, scaling: Llama3Scaling) -> AnyArray:

@@ -14,7 +14,7 @@ leave NaN.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import ref
 
 import torch
@@ -36,6 +36,7 @@ from expertctl.engine.torch.sequence_cache import KVCache, make_states
 from expertctl.engine.torch.stacked_experts import DeviceExpertCounts
 from expertctl.engine.torch.stacked_mlp import StackedMlp, merge_rows
 from expertctl.engine.torch.transformer import Transformer
+from expertctl.engine.torch.varied_layers import estimate_varied_floats
 from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
 
@@ -187,6 +188,7 @@ class StepTensors:
     writes: Tensor  # positions of the new keys and values, int64 [rows, kv_heads, 1, head_dim]
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     routed_experts: Tensor  # see `StaticInputs`
+    embedded: Tensor | None  # the embeddings that each layer reads, [rows, layers, size]
 
     @property
     def query_rows(self) -> int:
@@ -199,10 +201,12 @@ class StepTensors:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store the keys and values of each row; return the first ``length`` of all its own."""
-        all_keys = self.arena.keys[layer, : len(keys)]
-        all_values = self.arena.values[layer, : len(keys)]
-        all_keys.scatter_(2, self.writes, keys[:, :, None].to(all_keys.dtype))
-        all_values.scatter_(2, self.writes, values[:, :, None].to(all_values.dtype))
+        rows, heads, dims = keys.shape
+        all_keys = self.arena.keys[layer, :rows, :heads, :, :dims]
+        all_values = self.arena.values[layer, :rows, :heads, :, :dims]
+        places = self.writes[:, :heads, :, :dims]
+        all_keys.scatter_(2, places, keys[:, :, None].to(all_keys.dtype))
+        all_values.scatter_(2, places, values[:, :, None].to(all_values.dtype))
         return all_keys[:, :, : self.length], all_values[:, :, : self.length]
 
     def run_delta_net(self, layer: int, net: DeltaNet, made: Tensor) -> Tensor:
@@ -211,6 +215,15 @@ class StepTensors:
         out, states = net(made[:, None], before)
         after.copy_(states)
         return out[:, 0]
+
+    def read(self, layer: int, *, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+        """Return the first ``length`` keys and values of each row of a layer."""
+        rows = self.query_rows
+        keys, values = (
+            part[layer, :rows, :heads, : self.length, :dims]
+            for part in (self.arena.keys, self.arena.values)
+        )
+        return keys, values
 
     def attend(
         self,
@@ -250,6 +263,8 @@ class GraphedStep:
         shared = self.build_step_tensors(inputs, rows=rows, length=length, plans=plans)
         layers = range(self.transformer.config.layers)
         x = self.transformer.add_positions(self.embed(inputs, rows), shared)
+        embedded = self.transformer.embed_for_layers(inputs.inputs[0, :rows], x, shared.plans)
+        shared = replace(shared, embedded=embedded)
         x = self.run_layers(x, layers, shared)
         self.score(x, inputs, shared)
 
@@ -301,6 +316,7 @@ class GraphedStep:
             writes=positions.view(rows, 1, 1, 1).expand(shape),
             visible={w: _compute_visibility(keys, positions, w) for w in set(config.windows)},
             routed_experts=inputs.asked,
+            embedded=None,
         )
 
     def _run_mlp(self, x: Tensor, number: int, shared: StepTensors) -> Tensor:
@@ -340,6 +356,8 @@ def estimate_step_bytes(
         each += 8 * config.hidden_size + 2 * config.intermediate_size + 3 * heads
         changed = config.block.changes_scores  # keys and values are widened
         scores += (2 * config.heads + config.kv_heads * config.head_dim) * capacity * changed
+    if config.block.varied is not None:
+        each += estimate_varied_floats(config)
     numbers = each + 2 * scores + 2 * config.vocab_size
     if config.delta_net is not None:
         numbers += estimate_delta_net_floats(config.delta_net, tokens=1)

@@ -27,6 +27,7 @@ from expertctl.engine.decoding import (
     check_modules,
     check_soft_prompt,
     check_tokens,
+    make_token_input_error,
 )
 from expertctl.engine.moe.counters import Phase
 from expertctl.engine.text.prompt import LOGIT_ROWS, RecordLogits
@@ -45,6 +46,7 @@ from expertctl.engine.torch.functional import (
 from expertctl.engine.torch.routed_mlp import estimate_routed_floats
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.transformer import Transformer
+from expertctl.engine.torch.varied_layers import estimate_varied_floats
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.block_config import RopeKind
 from expertctl.package.model_config import ModelConfig
@@ -66,6 +68,8 @@ class _PromptPass:
     positions: Tensor
     query_rows: int
     views: Mapping[int | None, AttentionMask]
+    embedded: Tensor | None
+    """The embeddings of tokens that each layer reads, [tokens, layers, size]."""
 
     def rotate(self, x: Tensor, kind: RopeKind) -> Tensor:
         tables, rows = self.rotations, len(x)
@@ -80,6 +84,9 @@ class _PromptPass:
         out, states = net(made[None], self.cache.get_state(layer)[None])
         self.cache.write_state(layer, states[0])
         return out[0]
+
+    def read(self, layer: int, *, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+        return self.cache.read(layer, len(self.positions), heads=heads, dims=dims)
 
     def attend(
         self,
@@ -154,7 +161,8 @@ class Decoder:
             for start in range(0, read, chunk):
                 part = self._embed(before, tokens, start, start + chunk)
                 first, whole = cache.length, scores is not None
-                hidden = self._forward(part, cache, deltas, Phase.PROMPT, whole=whole)
+                own = tokens[max(start - len(before), 0) :][: len(part)]
+                hidden = self._forward(part, own, cache, deltas, Phase.PROMPT, whole=whole)
                 if scores is not None:
                     self._record_scores(hidden, deltas, first, scores)
                 progress(len(part))
@@ -178,7 +186,7 @@ class Decoder:
         position, started = cache.length, time.perf_counter()
         tokens = self._check_tokens([token], deltas)
         cache.ensure_capacity(1)
-        hidden = self._forward(self.transformer.embed(tokens), cache, deltas, Phase.DECODE)
+        hidden = self._forward(self.transformer.embed(tokens), tokens, cache, deltas, Phase.DECODE)
         logits = self._compute_logits(hidden, deltas)
         return DecodeResult(logits, position, self._measure_elapsed_ms(started))
 
@@ -212,6 +220,8 @@ class Decoder:
         if soft_prompt is None:
             return torch.empty(0, width, device=self.device)
         check_soft_prompt(soft_prompt, width, length=cache.length)
+        if self.transformer.token_inputs is not None:
+            raise make_token_input_error()
         return torch.tensor(soft_prompt, device=self.device)
 
     def _embed(self, before: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
@@ -223,7 +233,14 @@ class Decoder:
         return torch.cat((self.transformer.scale_virtual_tokens(before[start:end]), part))
 
     def _forward(
-        self, x: Tensor, cache: KVCache, deltas: TorchDeltas, phase: Phase, *, whole: bool = False
+        self,
+        x: Tensor,
+        ids: Tensor,
+        cache: KVCache,
+        deltas: TorchDeltas,
+        phase: Phase,
+        *,
+        whole: bool = False,
     ) -> Tensor:
         """Run all layers over one part of a sequence: [tokens, hidden] -> [tokens, hidden].
 
@@ -231,11 +248,12 @@ class Decoder:
         the keys and values of all tokens, but its output for the other rows is not needed.
         """
         tokens, model = len(x), self.transformer
-        step = self._start_pass(cache, deltas, tokens)
+        embedded = model.embed_for_layers(ids, x, deltas)
+        step = self._start_pass(cache, deltas, tokens, embedded)
         x, has_other_blocks = model.add_positions(x, step), not self.config.block.is_sequential
         for number, layer in enumerate(model.layers):
             if phase is Phase.PROMPT and number == len(model.layers) - 1 and not whole:
-                step = self._start_pass(cache, deltas, tokens, query_rows=1)
+                step = self._start_pass(cache, deltas, tokens, embedded, query_rows=1)
             if has_other_blocks:
                 x = model.run_block(x, number, step)
                 continue
@@ -262,7 +280,13 @@ class Decoder:
             scores(first + begin, _to_array(self.transformer.compute_logits(rows, deltas)))
 
     def _start_pass(
-        self, cache: KVCache, deltas: TorchDeltas, tokens: int, *, query_rows: int | None = None
+        self,
+        cache: KVCache,
+        deltas: TorchDeltas,
+        tokens: int,
+        embedded: Tensor | None = None,
+        *,
+        query_rows: int | None = None,
     ) -> _PromptPass:
         """Return a pass over the next tokens; only the last ``query_rows`` attend, None: all."""
         asking, start = query_rows or tokens, cache.length
@@ -278,7 +302,7 @@ class Decoder:
             window: make_attention_mask(end - asking, asking, window, device=self.device)
             for window in set(self.config.windows)
         }
-        return _PromptPass(cache, deltas, rotations, positions, asking, views)
+        return _PromptPass(cache, deltas, rotations, positions, asking, views, embedded)
 
     def _measure_elapsed_ms(self, started: float) -> float:
         return (self.transformer.read_clock() - started) * 1e3
@@ -309,5 +333,7 @@ def estimate_pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREF
         routers += estimate_delta_net_floats(config.delta_net, tokens=rows)
         routers += config.state_bytes // _FLOAT_BYTES
     # one router is widened
+    if config.block.varied is not None:
+        per_token += estimate_varied_floats(config)
     numbers = rows * per_token + rotations + 2 * config.vocab_size + routers
     return masks + _FLOAT_BYTES * numbers

@@ -28,6 +28,7 @@ from expertctl.package.attention_config import (
 )
 from expertctl.package.block_config import ClampedGate, RopeKind
 from expertctl.package.model_config import ModelConfig
+from expertctl.package.varied_layers import ProportionalScaling
 
 TorchDelta = LinearDelta[Tensor]
 TorchDeltas = Mapping[str, TorchDelta]
@@ -125,6 +126,11 @@ class FeedForward:
         if self.clamped is not None:
             return self.down(apply_clamped_gate(gate, up, self.clamped), plans)
         return self.down(activate(gate) * up, plans)
+
+    def multiply(self, x: Tensor, factors: Tensor, plans: LinearPlans) -> Tensor:
+        """Apply one without a gate, with factors [tokens, intermediate] on its inner numbers."""
+        inner = _ACTIVATIONS[self.activation](self.up(x, plans))
+        return self.down(inner * factors, plans)
 
 
 def apply_clamped_gate(gate: Tensor, up: Tensor, rule: ClampedGate) -> Tensor:
@@ -319,6 +325,9 @@ def compute_inverse_frequencies(
             return torch.reciprocal(stretched**exponents)
         case LongropeScaling() as scaling:
             return plain / torch.tensor(scaling.short, device=device)
+        case ProportionalScaling(pairs, factor):
+            plain[pairs:] = 0
+            return plain / factor
 
 
 def compute_rope_table(

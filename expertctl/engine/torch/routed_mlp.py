@@ -24,14 +24,14 @@ from expertctl.engine.torch.functional import (
     make_feed_forward,
     make_linear,
 )
-from expertctl.package.architectures import ExpertsConfig
-from expertctl.package.block_config import ClampedGate
-from expertctl.package.model_config import (
+from expertctl.package.architectures import (
     CHOICE_BIAS,
     ROUTER_MODULE,
     SHARED_EXPERT_MODULE,
     SHARED_GATE_MODULE,
+    ExpertsConfig,
 )
+from expertctl.package.block_config import ClampedGate
 
 
 @dataclass(frozen=True, slots=True, eq=False)

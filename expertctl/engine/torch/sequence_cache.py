@@ -50,8 +50,9 @@ class KVCache(KVCacheBase):
         """Allocate the memory, once."""
         shape = (len(config.attention_layers), config.kv_heads, capacity, config.head_dim)
         super().__init__(capacity)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        make = torch.empty if config.block.varied is None else torch.zeros  # some heads are smaller
+        self._keys = make(shape, dtype=dtype, device=device)
+        self._values = make(shape, dtype=dtype, device=device)
         self._use_states(make_states(config, device=device))
 
     def _use_states(self, states: Tensor) -> None:
@@ -71,10 +72,16 @@ class KVCache(KVCacheBase):
         Returns all keys and values of the layer up to them, as views. The rows count as filled only
         after `advance`, so a failed step leaves the cache unchanged.
         """
-        end = self.length + keys.shape[1]
-        self._keys[layer, :, self.length : end].copy_(keys)
-        self._values[layer, :, self.length : end].copy_(values)
-        return self._keys[layer, :, :end], self._values[layer, :, :end]
+        heads, tokens, dims = keys.shape
+        end = self.length + tokens
+        self._keys[layer, :heads, self.length : end, :dims].copy_(keys)
+        self._values[layer, :heads, self.length : end, :dims].copy_(values)
+        return self.read(layer, tokens, heads=heads, dims=dims)
+
+    def read(self, layer: int, tokens: int, *, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer up to those of a step of so many tokens."""
+        end = self.length + tokens
+        return self._keys[layer, :heads, :end, :dims], self._values[layer, :heads, :end, :dims]
 
     def get_state(self, layer: int) -> Tensor:
         """Return the state [numbers] of a layer without keys and values, counted among those."""

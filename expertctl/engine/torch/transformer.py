@@ -29,6 +29,11 @@ from expertctl.engine.torch.functional import (
     make_norm,
 )
 from expertctl.engine.torch.routed_mlp import RoutedMlp, build_routed_mlp
+from expertctl.engine.torch.varied_layers import (
+    TorchVariedLayer,
+    build_token_inputs,
+    build_varied_layer,
+)
 from expertctl.engine.torch.weights import BaseWeights
 from expertctl.package.architectures import NormKind
 from expertctl.package.block_config import RopeKind
@@ -40,6 +45,7 @@ from expertctl.package.model_config import (
     SINKS,
     ModelConfig,
 )
+from expertctl.package.varied_layers import LayerSizes
 
 if TYPE_CHECKING:
     from expertctl.engine.torch.stacked_mlp import StackedMlp
@@ -53,8 +59,8 @@ class AttentionWeights:
     """
 
     query: Linear
-    key: Linear
-    value: Linear
+    key: Linear | None
+    value: Linear | None
     output: Linear
     gate: Linear | None
     """What scales its output, if anything does."""
@@ -79,6 +85,9 @@ class DecoderLayer:
     rope: RopeKind
     change: ScoreChange | None
     """What changes the scores of attention, if anything does."""
+    sizes: LayerSizes
+    varied: TorchVariedLayer | None
+    """What it has beside other layers of the base."""
 
 
 class LayerPass(Protocol):
@@ -109,6 +118,15 @@ class LayerPass(Protocol):
 
     def run_delta_net(self, layer: int, net: DeltaNet, made: Tensor) -> Tensor:
         """Read rows after the states of their sequences: [rows, inputs] -> [rows, values]."""
+        ...
+
+    def read(self, layer: int, *, heads: int, dims: int) -> tuple[Tensor, Tensor]:
+        """Return what `attend` takes, as another layer of this pass stored it."""
+        ...
+
+    @property
+    def embedded(self) -> Tensor | None:
+        """The embeddings of tokens that each layer reads, [rows, layers, size]."""
         ...
 
     def attend(
@@ -150,14 +168,18 @@ class Transformer:
         self._embedding = weights.tensors[EMBEDDING_TENSOR]
         self._positions = weights.tensors.get(POSITIONS_TENSOR)
         self._norm = _build_norm(config, weights, "model.norm")
-        scale = config.block.attention_scale
-        self._query_scale = None if scale is None else scale * math.sqrt(config.head_dim)
+        self.token_inputs = build_token_inputs(config, weights.tensors)
+        """Makes the embeddings that each layer reads, if it reads any."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embeddings of tokens: int64 [rows] -> [rows, hidden]."""
         rows = self._embedding.index_select(0, tokens).float()
         scale = self.config.block.embedding_scale
         return rows if scale == 1.0 else rows * scale
+
+    def embed_for_layers(self, tokens: Tensor, x: Tensor, plans: LinearPlans) -> Tensor | None:
+        """Return what each layer reads of tokens with their embeddings, [rows, layers, size]."""
+        return None if self.token_inputs is None else self.token_inputs(tokens, x, plans)
 
     def scale_virtual_tokens(self, rows: Tensor) -> Tensor:
         """Return the rows of a soft prompt as the first layer reads them."""
@@ -196,7 +218,8 @@ class Transformer:
                 made = layer.mlp(read, step.plans)
             if layer.mlp_output_norm is not None:
                 made = layer.mlp_output_norm(made)
-            return x + made * block.residual_scale
+            x = x + made * block.residual_scale
+            return x if layer.varied is None else layer.varied.finish(x, step.embedded, step.plans)
 
     def run_attention(self, x: Tensor, number: int, step: LayerPass) -> Tensor:
         """Run the attention part of a layer: [rows, hidden] -> [query_rows, hidden]."""
@@ -227,13 +250,12 @@ class Transformer:
         if isinstance(mixer, DeltaNet):
             made = step.run_delta_net(layer.place, mixer, mixer.apply_inputs(normed, plans))
             return mixer.output(made[-step.query_rows :], plans)
-        keys = self._make_heads(mixer.key(normed, plans), mixer.key_norm, layer, step)
-        values = self._split_heads(mixer.value(normed, plans), None)
-        keys, values = step.write(layer.place, keys, values)
+        keys, values = self._exchange(normed, layer, mixer, step)
         asking = normed[-step.query_rows :]
         queries = self._make_heads(mixer.query(asking, plans), mixer.query_norm, layer, step)
-        if self._query_scale is not None:
-            queries = queries * self._query_scale
+        if self.config.block.attention_scale is not None:
+            dims = layer.sizes.head_dim
+            queries = queries * (self.config.block.attention_scale * math.sqrt(dims))
         if self.config.block.query_growth:
             queries = queries * self._compute_query_growth(step.positions[-len(queries) :])
         made = step.attend(queries, keys, values, layer.window, layer.change)
@@ -241,13 +263,29 @@ class Transformer:
             made = made * mixer.gate(asking, plans).sigmoid()
         return mixer.output(made, plans)
 
+    def _exchange(
+        self, normed: Tensor, layer: DecoderLayer, mixer: AttentionWeights, step: LayerPass
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values; return those that a layer attends to."""
+        sizes, plans = layer.sizes, step.plans
+        if mixer.key is None:
+            assert sizes.source is not None, "other layers have keys"
+            return step.read(sizes.source, heads=sizes.kv_heads, dims=sizes.head_dim)
+        made = mixer.key(normed, plans)
+        keys = self._make_heads(made, mixer.key_norm, layer, step)
+        values = made if mixer.value is None else mixer.value(normed, plans)
+        values = values.view(len(values), -1, sizes.head_dim)
+        if layer.varied is not None:
+            values = layer.varied.norm_values(values)
+        return step.write(layer.place, keys, values)
+
     def _make_heads(
         self, x: Tensor, norm: NormWeights | None, layer: DecoderLayer, step: LayerPass
     ) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim], normed and rotated."""
         if self.config.block.norms_after_rope and norm is not None:
-            return norm(step.rotate(self._split_heads(x, None), layer.rope))
-        return step.rotate(self._split_heads(x, norm), layer.rope)
+            return norm(step.rotate(self._split_heads(x, None, layer), layer.rope))
+        return step.rotate(self._split_heads(x, norm, layer), layer.rope)
 
     def _compute_query_growth(self, positions: Tensor) -> Tensor:
         """Return the factor on the queries of each row, [rows, 1, 1]."""
@@ -271,11 +309,11 @@ class Transformer:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def _split_heads(self, x: Tensor, norm: NormWeights | None) -> Tensor:
+    def _split_heads(self, x: Tensor, norm: NormWeights | None, layer: DecoderLayer) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim], normed per head or over all heads."""
         if norm is not None:
             x = norm(x.view(len(x), -1, norm.weight.shape[-1]))
-        return x.view(len(x), -1, self.config.head_dim)
+        return x.view(len(x), -1, layer.sizes.head_dim)
 
 
 def _build_layer(
@@ -286,11 +324,12 @@ def _build_layer(
 ) -> DecoderLayer:
     tensors, prefix, block = weights.tensors, f"model.layers.{number}", config.block
     norms = {name: _build_norm(config, weights, f"{prefix}.{name}") for name in block.list_norms()}
+    sizes = config.get_layer_sizes(number)
     change = ScoreChange(block.attention_cap, tensors.get(f"{prefix}.{SINKS}"))
     attends = config.has_attention(number)
     mixer: AttentionWeights | DeltaNet
     if attends or config.delta_net is None:
-        mixer = _build_attention(config, weights, prefix)
+        mixer = _build_attention(config, weights, prefix, sizes)
     else:
         mixer = build_delta_net(config.delta_net, tensors, prefix, eps=config.norm_eps)
     return DecoderLayer(
@@ -304,17 +343,23 @@ def _build_layer(
         window=config.windows[number],
         rope=block.get_rope_kind(number),
         change=None if change.cap is None and change.sinks is None else change,
+        sizes=sizes,
+        varied=build_varied_layer(config, tensors, number),
     )
 
 
-def _build_attention(config: ModelConfig, weights: BaseWeights, prefix: str) -> AttentionWeights:
-    tensors = weights.tensors
+def _build_attention(
+    config: ModelConfig, weights: BaseWeights, prefix: str, sizes: LayerSizes
+) -> AttentionWeights:
+    tensors, has_keys = weights.tensors, sizes.source is None
     query_norm, key_norm = _build_head_norms(config, weights, f"{prefix}.self_attn")
     gate = f"{prefix}.{OUTPUT_GATE_MODULE}"
     return AttentionWeights(
         query=make_linear(tensors, f"{prefix}.self_attn.q_proj"),
-        key=make_linear(tensors, f"{prefix}.self_attn.k_proj"),
-        value=make_linear(tensors, f"{prefix}.self_attn.v_proj"),
+        key=make_linear(tensors, f"{prefix}.self_attn.k_proj") if has_keys else None,
+        value=make_linear(tensors, f"{prefix}.self_attn.v_proj")
+        if has_keys and sizes.has_values
+        else None,
         output=make_linear(tensors, f"{prefix}.self_attn.o_proj"),
         gate=make_linear(tensors, gate) if f"{gate}.weight" in tensors else None,
         query_norm=query_norm,
@@ -337,14 +382,16 @@ def _build_head_norms(
     block = config.block
     if not config.qk_norm:
         return None, None
-    found = []
+    found: list[NormWeights | None] = []
     for name, heads in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
         if block.own_head_norms:
             names = [f"{attention}.{name}.norms.{head}.weight" for head in range(heads)]
             rows = torch.stack([weights.tensors[each] for each in names])
             found.append(make_norm(block.head_norm, rows, None, config.norm_eps))
-        else:
+        elif f"{attention}.{name}.weight" in weights.tensors:
             found.append(_build_norm(config, weights, f"{attention}.{name}", block.head_norm))
+        else:
+            found.append(None)  # it reads keys of another layer
     return found[0], found[1]
 
 

@@ -108,6 +108,27 @@ def test_steps_of_stacked_experts_equal_transformers(
         assert_same_logits(stack_logits(found[number]), compute_theirs(model, ids)[2:])
 
 
+@pytest.mark.parametrize(("arch", "config"), ROUTED, ids=str)
+def test_an_adapter_of_stacked_experts_is_that_of_peft(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build_family_model(tmp_path / "base", arch, **config)
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = save_family_adapter(model, "lora", tmp_path / "lora", parameters=stacks)
+    parsed = read_model_config(tmp_path / "base")
+    spec = CompileSpec(
+        parsed.linear_shapes(),
+        parsed.hidden_size,
+        TorchPlacement("cpu"),
+        places=parsed.stored_places,
+    )
+    adapter = spec.adapt(load_adapters(tmp_path / "lora"))
+    deltas = fold_plan([WeightedAdapter(adapter)], spec).compile().torch_deltas
+    with load_stacked_decoder(tmp_path / "base", slots=2) as (steps, _):
+        found = compute_scores(steps, IDS, prefill=9, deltas=deltas)
+    assert_same_logits(found, compute_theirs(adapted, IDS)[8:])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("arch", "config"), DENSE, ids=str)
