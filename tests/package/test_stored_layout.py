@@ -111,6 +111,11 @@ def list_keys() -> list[str]:
             "scale_attn_weights",
             "position_embedding_type",
             "num_local_experts",
+            "full_attention_interval",
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_conv_kernel_dim",
         }
     )
 
