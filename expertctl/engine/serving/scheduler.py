@@ -383,6 +383,7 @@ class Scheduler:
         until = time.monotonic() + seconds
         with self.lock:
             self.is_closing = True
+            self.condition.notify_all()  # an idle loop ends at once
             while self._states and (left := until - time.monotonic()) > 0:
                 self.condition.wait(left)
         self.cancel_all()
@@ -396,6 +397,7 @@ class Scheduler:
         """Accept no more jobs, and fail all current ones."""
         with self.lock:
             self.is_closing = True
+            self.condition.notify_all()
             for state in self.queue:
                 self.queue.remove(state)
         for state in self.requests:

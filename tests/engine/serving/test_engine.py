@@ -1,6 +1,7 @@
 """The engine of a server: what each job gets is what it would get alone."""
 
 import queue
+import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -18,7 +19,7 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.result import RunResult
 from expertctl.engine.running_sequence import OutputDelta
-from expertctl.engine.serving import model_runner
+from expertctl.engine.serving import loop, model_runner
 from expertctl.engine.serving import request as request_module
 from expertctl.engine.serving.engine import ServingEngine
 from expertctl.engine.serving.request import (
@@ -47,6 +48,7 @@ from expertctl.settings import Home, Settings
 from expertctl.user_request import SamplingOverrides, UserMessage
 from tests.engine.package_fixtures import EnginePackages
 from tests.engine.serving.harness import (
+    MAX_WAIT_SECONDS,
     adapt_batching,
     engine_packages,
     make_request,
@@ -373,6 +375,17 @@ def test_closing_lets_what_is_here_end_within_its_time(user_home: HomeFixture) -
     engine.close(seconds=60)
     assert [len(reader.end().results[0].generated.tokens) for reader in readers] == [12, 12, 12]
     engine.check_integrity()
+
+
+def test_an_idle_engine_ends_without_another_look_at_the_clock(
+    engine: ServingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "POLL_SECONDS", 10 * MAX_WAIT_SECONDS)
+    EventReader(engine, job(request("Sort: 1"))).end()  # from now on it looks so rarely
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(MAX_WAIT_SECONDS)
+    assert not closing.is_alive()
 
 
 def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(
