@@ -1,5 +1,7 @@
 """``config.json`` of a base: the document, and the part of it that describes the decoder."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from expertctl.errors import NotFoundError
@@ -10,14 +12,33 @@ CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """PEFT's name of an adapter configuration."""
 _MAX_CONFIG_BYTES = 1 << 20
-TEXT_PARTS = {
-    "qwen3_5": ("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")),
-    "qwen3_5_moe": (
-        "qwen3_5_moe_text",
-        ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """The decoder of a model that also reads images."""
+
+    model_type: str
+    """Its architecture."""
+    classes: tuple[str, ...]
+    """The classes of the whole model that transformers saves."""
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    """What transformers leaves out of the configuration of the text part."""
+
+
+TEXT_PARTS: Mapping[str, TextPart] = {
+    "gemma3": TextPart(
+        "gemma3_text",
+        ("Gemma3ForConditionalGeneration",),
+        {"vocab_size": 262208, "num_attention_heads": 8},
+    ),
+    "qwen3_5": TextPart("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")),
+    "qwen3_5_moe": TextPart(
+        "qwen3_5_moe_text", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
     ),
 }
-"""Models that also read images, by ``model_type``: their decoder's architecture, their classes."""
+"""By the ``model_type`` of the whole model."""
+_TEXT_TYPES = frozenset(part.model_type for part in TEXT_PARTS.values())
 
 
 def read_config_document(directory: Path) -> JsonObject:
@@ -53,17 +74,17 @@ def select_text_part(document: JsonObject, what: str) -> JsonObject:
     Raises:
         InvalidPackageError: when it has none.
     """
-    if document.get("model_type") in {name for name, _ in TEXT_PARTS.values()}:
+    if document.get("model_type") in _TEXT_TYPES:
         return _drop_image_rope(document)
-    kind, classes = document.get("model_type"), document.get("architectures")
-    text, usual = TEXT_PARTS.get(str(kind), (None, ()))
-    if text is None or not (classes is None or classes in [[name] for name in usual]):
+    part, classes = TEXT_PARTS.get(str(document.get("model_type"))), document.get("architectures")
+    if part is None or not (classes is None or classes in [[name] for name in part.classes]):
         return document
     inner = ConfigFields(document).read_nested("text_config")
     inner.raise_problems(what)
     tied = document.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     kept = {n: v for n, v in inner.values.items() if n != "architectures"}
-    return _drop_image_rope({**kept, "model_type": text, "tie_word_embeddings": tied})
+    own = {"model_type": part.model_type, "tie_word_embeddings": tied}
+    return _drop_image_rope({**part.defaults, **kept, **own})
 
 
 def _drop_image_rope(document: JsonObject) -> JsonObject:

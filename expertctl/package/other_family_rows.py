@@ -10,6 +10,12 @@ _AFTER = {
     "mlp_output_layernorm": "post_feedforward_layernorm",
 }
 _AROUND = {**_AFTER, "post_attention_layernorm": "pre_feedforward_layernorm"}
+_IMAGE_PARTS = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 _NEOX_LAYER = {
     "self_attn.qkv_proj": "attention.query_key_value",
     "self_attn.o_proj": "attention.dense",
@@ -71,7 +77,7 @@ OTHER_FAMILIES = {
         rope_layers="local_theta",
         caps=(None, None),
         refused=(*_BIDIRECTIONAL, "attn_logit_softcapping"),
-        stored=StoredNames(layer=_AROUND),
+        stored=StoredNames(layer=_AROUND, other_parts=_IMAGE_PARTS),
     ),
     "gemma4_text": Architecture(
         class_name="Gemma4ForCausalLM",

@@ -24,12 +24,20 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 _LAYER = re.compile(r"model\.layers\.(?P<number>0|[1-9][0-9]{0,3})\.(?P<rest>.+)")
 
-_WRAPPED = "model.language_model."
+_WRAPPED = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Prefixes of names in a model that also reads images, and those of its text part alone."""
 
 
 def unwrap_name(name: str) -> str:
     """Return a name as in files that have only the text part of a model."""
-    return f"model.{name.removeprefix(_WRAPPED)}" if name.startswith(_WRAPPED) else name
+    for prefix, own in _WRAPPED.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 FusedQkv = Literal["rows", "groups"]

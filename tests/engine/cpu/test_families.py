@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from expertctl.engine.adapters.compile import DoraScales, WeightedAdapter, fold_plan
 from expertctl.engine.adapters.load import LoadedAdapter
@@ -33,7 +34,7 @@ from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
 from expertctl.package.base_model import read_base_headers
 from expertctl.package.compatibility import check_tensors
-from expertctl.package.model_config import read_model_config
+from expertctl.package.model_config import parse_model_config, read_model_config
 from expertctl.package.tensor_file import ADAPTER_LIMITS, read_table
 from tests.engine.conftest import assert_same_logits
 from tests.engine.family_models import (
@@ -237,3 +238,43 @@ def test_a_plan_of_copied_rows_holds_them_itself(
     deltas = plan.compile().deltas
     assert sorted(deltas) == [f"model.layers.0.self_attn.{name}_proj" for name in "kqv"]
     assert plan.nbytes >= sum(delta.b.nbytes for delta in deltas.values() if delta.b is not None)
+
+
+def test_the_text_part_of_gemma_3_with_images_is_the_same_base(tmp_path: Path) -> None:
+    """Also with a configuration that leaves out what is the default of transformers."""
+    sizes = dict(next(config for name, config in SHAPES if name == "gemma3_text"))
+    text = build_family_model(tmp_path / "text", "gemma3_text", **sizes)
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    settings = transformers.Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    whole = transformers.Gemma3ForConditionalGeneration(settings).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.tie_weights()
+    whole.save_pretrained(tmp_path / "both")
+    with torch.inference_mode():
+        theirs = whole(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+    decoder, alone = load_decoder(tmp_path / "both"), read_base_headers(tmp_path / "text")
+    found = decoder.prefill(IDS, PagedKVCache(decoder.config, 30, layout=ROW_PAGES)).logits
+    assert_same_logits(torch.from_numpy(found), theirs[-1])
+    ours = read_base_headers(tmp_path / "both")
+    assert (ours.foreign, ours.config, ours.shapes) == (False, alone.config, alone.shapes)
+
+
+def test_the_published_configuration_of_gemma_3_means_what_transformers_reads() -> None:
+    """That of ``google/gemma-3-4b-it``: its text part names neither heads nor vocabulary."""
+    part = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text"}
+    part |= {"num_hidden_layers": 34, "sliding_window": 1024}
+    scaling = {"factor": 8.0, "rope_type": "linear"}
+    document = {"model_type": "gemma3", "text_config": {**part, "rope_scaling": scaling}}
+    ours = parse_model_config({**document, "architectures": ["Gemma3ForConditionalGeneration"]})
+    theirs = transformers.Gemma3Config(**document).text_config
+    assert ours.architecture == "gemma3_text"
+    assert ours.vocab_size == theirs.vocab_size
+    assert (ours.heads, ours.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+    assert (ours.head_dim, ours.max_positions) == (theirs.head_dim, theirs.max_position_embeddings)
+    assert [w is not None for w in ours.windows] == [
+        kind == "sliding_attention" for kind in theirs.layer_types
+    ]
+    assert ours.tied == theirs.tie_word_embeddings
