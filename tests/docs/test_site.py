@@ -133,7 +133,7 @@ def test_screenshots_are_small_and_shown(pages: dict[Path, References]) -> None:
 def address(site: Path) -> Iterator[str]:
     handler = partial(QuietHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -868,7 +868,7 @@ def test_one_connection_serves_for_many_requests() -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         address = RegistryAddress.parse(f"127.0.0.1:{server.server_port}")
         with RegistryHttp(UnsavedCredential(address, Credential("me", "x"))) as http:

@@ -24,7 +24,9 @@ class TraceCollector:
         self.asked, self.may_respond = threading.Event(), threading.Event()
         self.may_respond.set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
 
     @property
     def url(self) -> str:
