@@ -221,9 +221,11 @@ def init(
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     prompts = read_example_prompts(examples) if examples is not None else []
-    with open_adapter(directory) as (folder, notes):
-        facts = _find_base_facts(folder, manifest.base, as_json=as_json)
-        draft = building.draft_manifest(folder, overrides, base=facts, examples=prompts)
+    with open_adapter(directory) as (converted, notes):
+        facts = _find_base_facts(directory, manifest.base, converted, as_json=as_json)
+        draft = building.draft_manifest(
+            directory, overrides, base=facts, examples=prompts, converted=converted
+        )
     for line in notes:
         note(line)
     _note_shortened_name(directory, overrides)
@@ -293,10 +295,13 @@ def build(
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
-    with open_adapter(directory, reads_pickle=allow_pickle) as (folder, notes):
-        facts = _find_base_facts(folder, manifest.base, as_json=as_json)
-        with show_progress("checking", _measure_weights(folder), as_json=as_json) as report:
-            plan = building.plan_build(folder, overrides, base=facts, progress=report)
+    with open_adapter(directory, reads_pickle=allow_pickle) as (converted, notes):
+        facts = _find_base_facts(directory, manifest.base, converted, as_json=as_json)
+        weights = _measure_weights(converted or directory)
+        with show_progress("checking", weights, as_json=as_json) as report:
+            plan = building.plan_build(
+                directory, overrides, base=facts, converted=converted, progress=report
+            )
         _note_shortened_name(directory, overrides)
         target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
         if samples is not None:
@@ -391,9 +396,11 @@ def _parse_expected(target: str) -> Reference | None:
     return wanted if isinstance(wanted, Reference) else None
 
 
-def _find_base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
+def _find_base_facts(
+    directory: Path, base: str | None, converted: Path | None, *, as_json: bool
+) -> BaseFacts | None:
     """Find the base: the one of ``--base``, else the one that the adapter names, if known."""
-    label = find_base_label(directory)
+    label = find_base_label(directory, converted)
     bases = BaseStore(load_settings().home.bases)
     if base is not None:
         named = find_base_or_folder(bases, base)

@@ -41,7 +41,7 @@ from expertctl.package.directory import (
     PICKLES,
     WEIGHTS_PATH,
     SourceFile,
-    find_source_file,
+    find_adapter_file,
     list_source_names,
 )
 from expertctl.package.stored_tensor import StoredTensor
@@ -175,17 +175,25 @@ class AdapterFiles:
 
 
 def read_adapter(
-    directory: Path, *, weights: str, config: str, base: BaseFacts | None = None
+    directory: Path,
+    *,
+    weights: str,
+    config: str,
+    base: BaseFacts | None = None,
+    converted: Path | None = None,
 ) -> AdapterFiles:
     """Read the configuration and the tensor table of an adapter.
 
-    Embeddings saved with the adapter are compared with those of ``base``.
+    Embeddings saved with the adapter are compared with those of ``base``. Files in ``converted``
+    take the place of those in the directory.
 
     Raises:
         NotFoundError: when the directory or a file is missing.
         InvalidPackageError: with every problem of both files; each line begins with the file name.
     """
-    config_file, weights_file = _find_files(directory, config=config, weights=weights)
+    config_file, weights_file = _find_files(
+        directory, config=config, weights=weights, converted=converted
+    )
     findings = ProblemCollector(str(directory))
     settings = findings.run_step(lambda: _read_config(config_file))
     table = findings.run_step(lambda: _read_table(weights_file))
@@ -217,10 +225,11 @@ def read_adapter(
     )
 
 
-def read_base_label(directory: Path, config: str) -> str | None:
+def read_base_label(directory: Path, config: str, converted: Path | None = None) -> str | None:
     """Return the base name in a configuration; ``None`` if it cannot be read."""
     try:
-        found = find_source_file(directory, config) if directory.is_dir() else None
+        exists = directory.is_dir()
+        found = find_adapter_file(directory, config, converted) if exists else None
         name = _load_object(found).get("base_model_name_or_path") if found is not None else None
     except InvalidPackageError:
         return None  # `read_adapter` reports the problem
@@ -299,12 +308,15 @@ def _natural_sort_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
 
 
-def _find_files(directory: Path, *, config: str, weights: str) -> tuple[SourceFile, SourceFile]:
+def _find_files(
+    directory: Path, *, config: str, weights: str, converted: Path | None
+) -> tuple[SourceFile, SourceFile]:
     """Find both files, or raise an error that says what is there instead."""
     require_directory(directory)
     findings = ProblemCollector(str(directory))
     found = [
-        findings.run_step(partial(find_source_file, directory, name)) for name in (config, weights)
+        findings.run_step(partial(find_adapter_file, directory, name, converted))
+        for name in (config, weights)
     ]
     findings.raise_problems()
     config_file, weights_file = found

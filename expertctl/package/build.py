@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,6 +37,7 @@ from expertctl.package.compatibility import check_expert_base, check_tensors
 from expertctl.package.directory import (
     SourceFile,
     compare_companions,
+    find_adapter_file,
     find_document_problem,
     find_source_file,
     is_empty_card,
@@ -134,6 +136,7 @@ def draft_manifest(
     *,
     base: BaseFacts | None,
     examples: Sequence[str] = (),
+    converted: Path | None = None,
 ) -> JsonObject:
     """Return a draft of ``expert.json`` for a directory, as complete as possible.
 
@@ -141,7 +144,7 @@ def draft_manifest(
     """
     existing = read_draft(directory)
     adapters = [
-        read_adapter(directory, weights=weights, config=config, base=base)
+        read_adapter(directory, weights=weights, config=config, base=base, converted=converted)
         for weights, config in list_named_adapters(existing.get("adapters"))
     ]
     document = complete_manifest(
@@ -161,9 +164,10 @@ def plan_build(
     overrides: ManifestOverrides,
     *,
     base: BaseFacts | None,
+    converted: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> BuildPlan:
-    """Check a directory and decide what to pack.
+    """Check a directory and decide what to pack; ``converted`` as in `read_adapter`.
 
     Raises:
         NotFoundError: when the directory or its adapter is missing.
@@ -175,7 +179,7 @@ def plan_build(
     if "adapters" not in existing:
         require_adapter(directory)
     findings = ProblemCollector(str(directory))
-    adapters, whole = _read_adapters(directory, existing, base, findings)
+    adapters, whole = _read_adapters(directory, existing, base, findings, converted)
     document = complete_manifest(
         existing, overrides, directory=directory, adapters=adapters, base=base
     )
@@ -187,7 +191,7 @@ def plan_build(
         findings.raise_problems()
     assert manifest is not None, "problems were raised"
     warnings += _check_against(manifest, adapters, base, findings)
-    files, left_out = _choose_files(directory, manifest, findings)
+    files, left_out = _choose_files(directory, manifest, findings, converted)
     findings.problems += _find_document_problems(directory, manifest, files)
     findings.raise_problems()
     warnings += compare_companions(
@@ -236,13 +240,24 @@ def build_package(
 
 
 def _read_adapters(
-    directory: Path, existing: JsonObject, base: BaseFacts | None, findings: ProblemCollector
+    directory: Path,
+    existing: JsonObject,
+    base: BaseFacts | None,
+    findings: ProblemCollector,
+    converted: Path | None,
 ) -> tuple[list[AdapterFiles], bool]:
     """Read all adapters in the manifest, or the one saved by PEFT; tell if all could be read."""
     names = list_named_adapters(existing.get("adapters"))
     read = [
         findings.run_step(
-            lambda w=weights, c=config: read_adapter(directory, weights=w, config=c, base=base)  # type: ignore[misc]  # defaults bind the loop's values
+            partial(
+                read_adapter,
+                directory,
+                weights=weights,
+                config=config,
+                base=base,
+                converted=converted,
+            )
         )
         for weights, config in names
     ]
@@ -321,18 +336,19 @@ def _check_against(
 
 
 def _choose_files(
-    directory: Path, manifest: Manifest, findings: ProblemCollector
+    directory: Path, manifest: Manifest, findings: ProblemCollector, converted: Path | None
 ) -> tuple[tuple[SourceFile, ...], tuple[str, ...]]:
     """Return the files to pack besides the manifest, and the names left out."""
     wanted = list_named_files(manifest) - {MANIFEST_PATH}
     packed: list[SourceFile] = []
     left_out = []
-    for name in list_source_names(directory):
+    names = {*list_source_names(directory), *(list_source_names(converted) if converted else ())}
+    for name in sorted(names):
         if name in (MANIFEST_PATH, SIGNATURE_PATH):
             continue
         found = None
         if name in wanted or (is_document(name) and not (directory / name).is_dir()):
-            found = findings.run_step(lambda n=name: find_source_file(directory, n))  # type: ignore[misc]  # the default binds the loop's value
+            found = findings.run_step(partial(find_adapter_file, directory, name, converted))
         if found is not None and (name in wanted or not is_empty_card(found)):
             packed.append(found)
         else:

@@ -15,7 +15,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class DecoderPart:
     """The decoder of a model that also reads images."""
 
     model_type: str
@@ -26,14 +26,16 @@ class TextPart:
     """What transformers leaves out of the configuration of the text part."""
 
 
-TEXT_PARTS: Mapping[str, TextPart] = {
-    "gemma3": TextPart(
+TEXT_PARTS: Mapping[str, DecoderPart] = {
+    "gemma3": DecoderPart(
         "gemma3_text",
         ("Gemma3ForConditionalGeneration",),
         {"vocab_size": 262208, "num_attention_heads": 8},
     ),
-    "qwen3_5": TextPart("qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")),
-    "qwen3_5_moe": TextPart(
+    "qwen3_5": DecoderPart(
+        "qwen3_5_text", ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+    ),
+    "qwen3_5_moe": DecoderPart(
         "qwen3_5_moe_text", ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
     ),
 }
@@ -54,7 +56,8 @@ def read_config_document(directory: Path) -> JsonObject:
             f"{directory}: no such directory", hint="name the one that config.json is in"
         )
     try:
-        data = path.read_bytes()
+        with path.open("rb") as stream:
+            data = stream.read(_MAX_CONFIG_BYTES + 1)
     except OSError as error:
         if (directory / ADAPTER_CONFIG_FILE).is_file():
             raise NotFoundError(
@@ -81,6 +84,8 @@ def select_text_part(document: JsonObject, what: str) -> JsonObject:
         return document
     inner = ConfigFields(document).read_nested("text_config")
     inner.raise_problems(what)
+    if inner.get("model_type") not in (None, part.model_type):
+        return document
     tied = document.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     kept = {n: v for n, v in inner.values.items() if n != "architectures"}
     own = {"model_type": part.model_type, "tie_word_embeddings": tied}

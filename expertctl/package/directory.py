@@ -120,6 +120,12 @@ def find_source_file(directory: Path, name: str) -> SourceFile | None:
     return SourceFile(name, path, found.st_size, found.st_dev, found.st_ino)
 
 
+def find_adapter_file(directory: Path, name: str, converted: Path | None) -> SourceFile | None:
+    """Find a file of a directory, or the one of this name that it was converted to."""
+    found = None if converted is None else find_source_file(converted, name)
+    return found or find_source_file(directory, name)
+
+
 def list_source_names(directory: Path) -> list[str]:
     """Return the names of all entries of a directory, sorted."""
     return sorted(path.name for path in directory.iterdir())

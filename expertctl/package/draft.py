@@ -110,7 +110,7 @@ class ManifestOverrides:
     license: str | None = None
 
 
-def find_base_label(directory: Path) -> str | None:
+def find_base_label(directory: Path, converted: Path | None = None) -> str | None:
     """Return the directory's label of its base: a name to look up, never a path to open.
 
     Raises:
@@ -120,7 +120,7 @@ def find_base_label(directory: Path) -> str | None:
     base = draft.get("base")
     name = base.get("name") if isinstance(base, dict) else None
     for _, config_path in list_named_adapters(draft.get("adapters"))[:1] if name is None else ():
-        name = read_base_label(directory, config_path)
+        name = read_base_label(directory, config_path, converted)
     return name if isinstance(name, str) else None
 
 

@@ -1,8 +1,9 @@
 """Adapters that other tools saved, written as PEFT saves them.
 
-`open_adapter` yields a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, and
-with the documents and the draft beside the adapter. It is then built like any other, so everything
-is checked once, by the strict readers. The same files always give the same bytes.
+`open_adapter` yields a folder with ``adapter_model.safetensors`` and, if it differs, with
+``adapter_config.json``. They take the place of the files in the directory, which is then built like
+any other, so everything is checked once, by the strict readers. The same files always give the same
+bytes.
 
 *MLX* (``adapters.safetensors`` and its own ``adapter_config.json``) stores A and B transposed,
 ``lora_a`` [in, rank] and ``lora_b`` [rank, out], multiplies their product by ``scale``, and calls
@@ -20,9 +21,8 @@ it.
 import json
 import math
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,21 +36,19 @@ from expertctl.package.adapter_weights import encode_header, lay_out_tensors
 from expertctl.package.directory import (
     CONFIG_PATH,
     PICKLES,
-    README,
     WEIGHTS_PATH,
     SourceFile,
+    find_adapter_file,
     find_source_file,
     list_source_names,
 )
-from expertctl.package.layout import is_document
 from expertctl.package.pickled_weights import convert_pickle
 from expertctl.package.tensor_file import DTYPE_BYTES, TensorInfo, TensorTable, read_header
-from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.schema.strict_json import JsonObject, load_object
 
 MLX_WEIGHTS = "adapters.safetensors"
 _MLX_FIELDS = frozenset({"lora_parameters", "fine_tune_type", "adapter_path", "lora_layers"})
-_MAX_DOCUMENT_BYTES = 16 << 20
+_MAX_SCALE = 1e4
 _MAX_EXPERTS = 4096
 _WORDS: Mapping[int, type[np.generic]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -82,39 +80,33 @@ class ForeignAdapter:
 @contextmanager
 def open_adapter(
     directory: Path, *, reads_pickle: bool = False
-) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Yield a folder with an adapter as PEFT saves it, and notes: the directory itself, or a copy.
+) -> Iterator[tuple[Path | None, tuple[str, ...]]]:
+    """Yield a folder with the files of an adapter that had to be converted, and notes; None: none.
 
-    Errors that name the copy are raised with the name of the directory. With ``reads_pickle``, a
-    folder that has only ``adapter_model.bin`` is read from it.
+    With ``reads_pickle``, a folder that has only ``adapter_model.bin`` is read from it.
 
     Raises:
         InvalidPackageError: for an adapter of a known tool that has no meaning in PEFT, or a pickle
             with anything but tensors.
     """
     if not directory.is_dir():
-        yield directory, ()
+        yield None, ()
         return
-    with TemporaryDirectory(prefix="expertctl-") as folder:
-        name = directory.resolve().name or "adapter"
-        copy, notes, source = Path(folder) / name, list[str](), directory
+    with ExitStack() as stack:
+        notes, converted = list[str](), None
         if reads_pickle and (pickled := _find_pickle(directory)):
-            source = Path(folder) / "read" / name
-            source.mkdir(parents=True)
-            _copy_documents(directory, source)
-            convert_pickle(pickled.path, source / WEIGHTS_PATH)
+            converted = _make_folder(stack)
+            convert_pickle(pickled, converted / WEIGHTS_PATH)
             notes.append(f"{pickled.name}: its tensors were read in a restricted process")
-        try:
-            if found := read_foreign_adapter(source):
-                copy.mkdir()
-                write_adapter(found, source, copy)
-                notes.append(found.note)
-                source = copy
-            yield source, tuple(notes)
-        except ExpertError as error:
-            if source is directory:
-                raise
-            raise _rename_in_error(error, source, directory) from error
+        if found := read_foreign_adapter(directory, converted):
+            converted = _make_folder(stack)
+            write_adapter(found, converted)
+            notes.append(found.note)
+        yield converted, tuple(notes)
+
+
+def _make_folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(TemporaryDirectory(prefix="expertctl-")))
 
 
 def _find_pickle(directory: Path) -> SourceFile | None:
@@ -126,20 +118,10 @@ def _find_pickle(directory: Path) -> SourceFile | None:
     return find_source_file(directory, pickles[0])
 
 
-def _rename_in_error(error: ExpertError, copy: Path, directory: Path) -> ExpertError:
-    """Return an error with the name of the directory in place of that of the copy."""
-
-    def rename(text: str) -> str:
-        return text.replace(str(copy), str(directory))
-
-    if isinstance(error, InvalidPackageError):
-        problems = [rename(problem) for problem in error.problems]
-        return InvalidPackageError(rename(error.what), problems, hint=rename(error.hint))
-    return type(error)(rename(error.message), hint=rename(error.hint))
-
-
-def read_foreign_adapter(directory: Path) -> ForeignAdapter | None:
+def read_foreign_adapter(directory: Path, converted: Path | None = None) -> ForeignAdapter | None:
     """Return the adapter in a directory if it is not as PEFT saves it; None: it is, or is unknown.
+
+    Files in ``converted`` take the place of those in the directory.
 
     Raises:
         InvalidPackageError: for an adapter of a known tool that has no meaning in PEFT.
@@ -147,7 +129,7 @@ def read_foreign_adapter(directory: Path) -> ForeignAdapter | None:
     config = _read_config(directory)
     if is_mlx(list_source_names(directory), config):
         return _read_mlx(directory, config)
-    return None if config is None else _read_renamed(directory)
+    return None if config is None else _read_renamed(directory, converted)
 
 
 def is_mlx(names: Sequence[str], config: JsonObject | None) -> bool:
@@ -157,9 +139,8 @@ def is_mlx(names: Sequence[str], config: JsonObject | None) -> bool:
     return MLX_WEIGHTS in names or bool(config and _MLX_FIELDS.intersection(config))
 
 
-def write_adapter(found: ForeignAdapter, directory: Path, folder: Path) -> None:
-    """Write the two files of PEFT into a folder, and copy the documents of the directory."""
-    _copy_documents(directory, folder)
+def write_adapter(found: ForeignAdapter, folder: Path) -> None:
+    """Write the weights as PEFT saves them into a folder, and the configuration if it differs."""
     if found.config is not None:
         text = json.dumps(found.config, indent=2, sort_keys=True) + "\n"
         (folder / CONFIG_PATH).write_text(text, encoding="utf-8")
@@ -169,16 +150,6 @@ def write_adapter(found: ForeignAdapter, directory: Path, folder: Path) -> None:
         output.write(encode_header(table))
         for each in found.tensors:
             output.write(each.read(stream))
-
-
-def _copy_documents(directory: Path, folder: Path) -> None:
-    """Copy what may be packed besides the weights."""
-    for name in list_source_names(directory):
-        is_wanted = name in (MANIFEST_PATH, CONFIG_PATH, README) or is_document(name)
-        file = find_source_file(directory, name) if is_wanted else None
-        if file is not None and file.size <= _MAX_DOCUMENT_BYTES:
-            with file.open() as stream, (folder / name).open("wb") as output:
-                shutil.copyfileobj(stream, output)
 
 
 def _read_config(directory: Path) -> JsonObject | None:
@@ -198,7 +169,7 @@ def _read_mlx(directory: Path, config: JsonObject | None) -> ForeignAdapter:
     if config is None:
         hint = f"{CONFIG_PATH} of mlx-lm states the scale; without it the adapter has no meaning"
         raise InvalidPackageError(what, [f"an MLX adapter without {CONFIG_PATH}"], hint=hint)
-    kind = config.get("fine_tune_type", "lora")
+    kind = config.get("fine_tune_type") or "lora"
     if kind not in ("lora", "dora"):
         raise InvalidPackageError(
             what,
@@ -213,9 +184,10 @@ def _read_mlx(directory: Path, config: JsonObject | None) -> ForeignAdapter:
     with source.open() as stream:
         table = read_header(stream, file_size=source.size, what=MLX_WEIGHTS)
     tensors = tuple(sorted(_iter_mlx_tensors(table), key=lambda each: each.name))
-    modules = sorted({_MLX_END.sub("", name) for name in table.tensors})
+    modules = {_MLX_END.sub("", name) for name in table.tensors}
+    model = config.get("model")
     peft: JsonObject = {
-        "base_model_name_or_path": config.get("model"),
+        "base_model_name_or_path": model if isinstance(model, str) else None,
         "bias": "none",
         "lora_alpha": scale * rank,
         "peft_type": "LORA",
@@ -238,8 +210,12 @@ def _read_mlx_parameters(config: JsonObject, what: str) -> tuple[int, float]:
     problems = []
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         problems.append(f"{CONFIG_PATH}: lora_parameters.rank is missing, or not above 0")
-    if not isinstance(scale, int | float) or isinstance(scale, bool) or not math.isfinite(scale):
+    if not isinstance(scale, int | float) or isinstance(scale, bool):
         problems.append(f"{CONFIG_PATH}: lora_parameters.scale is missing, or not a number")
+    elif not 0 < scale <= _MAX_SCALE:
+        problems.append(
+            f"{CONFIG_PATH}: lora_parameters.scale is {scale:g}, not above 0 to {_MAX_SCALE:g}"
+        )
     hint = ""
     if alpha is not None and alpha != rank:
         problems.append(f"{CONFIG_PATH}: lora_parameters has both alpha and scale")
@@ -334,31 +310,31 @@ def _list_targets(tensors: Sequence[ForeignTensor]) -> list[str]:
 _PEFT_END = re.compile(r"\.(lora_[AB]\.weight|lora_embedding_[AB]|lora_magnitude_vector)$")
 
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPER = re.compile(r"(?:^|(?<=\.))(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 _LABELLED = re.compile(
-    r"(?P<part>\.lora_[AB]|\.ia3_l|\.lora_magnitude_vector)\.(?P<label>(?!weight$)[^.]+)"
+    r"(?P<part>\.lora_[AB]|\.ia3_l|\.lora_magnitude_vector)\.(?P<label>(?!(weight|bias)$)[^.]+)"
     r"(?P<end>(\.weight)?)$"
 )
+_PART = re.compile(r"\.(lora_[AB]|ia3_l|lora_magnitude_vector)(\.|$)")
 _DECODER = re.compile(
     r"(model|transformer|gpt_neox)\..+\.(lora_[AB]\.|ia3_l|lora_magnitude_vector)"
 )
 
 
-def _read_renamed(directory: Path) -> ForeignAdapter | None:
+def _read_renamed(directory: Path, converted: Path | None) -> ForeignAdapter | None:
     """Return an adapter of PEFT whose tensor names a trainer changed; None for any other."""
     try:
-        source = find_source_file(directory, WEIGHTS_PATH)
+        source = find_adapter_file(directory, WEIGHTS_PATH, converted)
         if source is None:
             return None
         with source.open() as stream:
             table = read_header(stream, file_size=source.size, what=WEIGHTS_PATH)
     except ExpertError:
         return None  # the strict reader reports it
-    labels = {found["label"] for name in table.tensors if (found := _LABELLED.search(name))}
+    parts = [_LABELLED.search(name) for name in table.tensors if _PART.search(name)]
+    is_one = len({None if found is None else found["label"] for found in parts}) == 1
     removed: dict[str, None] = {}
-    renamed = {
-        name: _clean_name(name, removed, unlabelled=len(labels) == 1) for name in table.tensors
-    }
+    renamed = {name: _clean_name(name, removed, unlabelled=is_one) for name in table.tensors}
     if not removed or len(set(renamed.values())) != len(renamed):
         return None
     tensors = tuple(
@@ -373,10 +349,8 @@ def _clean_name(name: str, removed: dict[str, None], *, unlabelled: bool) -> str
     while name.startswith(f"{PEFT_PREFIX}base_model."):
         name = name.removeprefix(PEFT_PREFIX)
         removed[f"the doubled {PEFT_PREFIX!r}"] = None
-    for wrapper in _WRAPPERS:
-        if wrapper in name:
-            name = name.replace(wrapper, "")
-            removed[f"without {wrapper!r}"] = None
+    removed |= {f"without {wrapper!r}": None for wrapper in _WRAPPER.findall(name)}
+    name = _WRAPPER.sub("", name)
     if unlabelled and (found := _LABELLED.search(name)):
         end = "" if "magnitude" in found["part"] else found["end"]
         name = name[: found.start()] + found["part"] + end

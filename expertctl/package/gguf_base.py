@@ -202,9 +202,9 @@ def _read_sizes(fields: ConfigFields, name: str, rules: Architecture) -> JsonObj
 
 def _divide(part: int, whole: int) -> float:
     """Return a fraction of a whole number that makes the part again when it is rounded down."""
-    return next(
-        n for n in (part / whole, math.nextafter(part / whole, 2)) if int(whole * n) == part
-    )
+    exact = part / whole
+    above = math.nextafter(exact, math.inf)
+    return exact if int(whole * exact) == part else above
 
 
 def _read_rope(
@@ -329,6 +329,9 @@ def _list_entries(
     for tensor in header.tensors.values():
         if tensor.name in _FACTORS:
             continue
+        if len(tensor.shape) == 1 and tensor.kind.name not in _FLOATS:
+            problem = f"{tensor.name} is a vector in blocks of {tensor.kind.name}"
+            raise InvalidPackageError(str(header.path), [problem])
         shifted = row.shifted and tensor.name.endswith("norm.weight")
         if shifted and tensor.kind.name != "F32":
             problem = f"{tensor.name} is {tensor.kind.name}, norms of this architecture are F32"

@@ -233,7 +233,8 @@ def _locate_tensor(path: Path, state: FileState, entry: GgufEntry) -> StoredTens
     paired = entry.paired
     if shape[-1] % kind.numbers or (paired and (paired < 0 or paired % 2 or shape[0] % paired)):
         raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
-    is_odd = entry.transposed and (len(shape) != 2 or kind.name not in _FLOATS)
+    is_odd = len(shape) != 2 and kind.name not in _FLOATS
+    is_odd |= entry.transposed and (len(shape) != 2 or kind.name not in _FLOATS)
     if is_odd or (entry.shifted and kind.name != "F32"):
         raise InvalidPackageError(str(path), [f"{entry.name} has a malformed entry in the table"])
     size = kind.count_bytes(math.prod(shape))

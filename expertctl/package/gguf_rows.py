@@ -164,10 +164,20 @@ def reject_settings(
     if isinstance(sections, tuple) and any(sections):
         keys.append("rope.dimension_sections")
     keys += [key for key in _COUNTS if fields.get(f"{name}.{key}") not in (None, 0, 1)]
+    keys += [
+        key.removeprefix(f"{name}.")
+        for key, value in header.metadata.items()
+        if key.startswith(f"{name}.") and isinstance(value, tuple) and _differs_by_layer(key, value)
+    ]
     if keys:
         raise IncompatibleError(
             f"{header.path}: {name}.{keys[0]} is not supported in GGUF", hint=OWN_FILES_HINT
         )
+
+
+def _differs_by_layer(key: str, values: tuple[object, ...]) -> bool:
+    """Tell whether an array has several values, and is not known to have them."""
+    return len(set(values)) > 1 and not key.endswith((_PATTERN, "rope.dimension_sections"))
 
 
 def read_family_settings(

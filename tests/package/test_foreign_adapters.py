@@ -2,8 +2,12 @@
 
 import json
 import os
+import pickle
 import shutil
+import warnings
+import zipfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 from expertctl.errors import ExpertError, InvalidPackageError
 from expertctl.package.adapter_files import AdapterFiles, read_adapter
 from expertctl.package.base_model import BaseFacts
-from expertctl.package.build import build_package, plan_build
+from expertctl.package.build import build_package, draft_manifest, plan_build
+from expertctl.package.directory import SourceFile, find_source_file
 from expertctl.package.draft import ManifestOverrides
 from expertctl.package.foreign_adapter import open_adapter
 from expertctl.package.pickled_weights import convert_pickle
@@ -28,9 +33,9 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 def read(directory: Path, **options: Any) -> tuple[AdapterFiles, Arrays, tuple[str, ...]]:
     """What is packed of a folder: the adapter, its tensors, and the notes."""
-    with open_adapter(directory, **options) as (folder, notes):
-        found = read_adapter(folder, weights=WEIGHTS, config=CONFIG)
-        return found, load_file(folder / WEIGHTS), notes
+    with open_adapter(directory, **options) as (converted, notes):
+        found = read_adapter(directory, weights=WEIGHTS, config=CONFIG, converted=converted)
+        return found, load_file((converted or directory) / WEIGHTS), notes
 
 
 def save_as_mlx(peft: Path, directory: Path, *, scale: float, **fields: Any) -> Path:
@@ -80,7 +85,8 @@ def test_a_package_of_an_adapter_of_mlx_is_the_same_each_time(
     digests = []
     for number in range(2):
         with open_adapter(mlx) as (folder, _):
-            plan = plan_build(folder, ManifestOverrides(), base=facts)
+            assert folder is not None
+            plan = plan_build(mlx, ManifestOverrides(), base=facts, converted=folder)
             assert str(plan.manifest.package) == "local/my-mlx"
             assert plan.paths == ("README.md", CONFIG, WEIGHTS)
             built = build_package(plan, tmp_path / f"{number}.expert")
@@ -116,6 +122,11 @@ def test_stacks_of_routed_experts_become_a_lora_for_each(tmp_path: Path) -> None
         ({"lora_parameters": {"scale": 2.0}}, "lora_parameters.rank is missing"),
         ({"lora_parameters": {"rank": 4, "scale": 2.0, "alpha": 16}}, "both alpha and scale"),
         ({"lora_parameters": {"rank": True, "scale": "2"}}, "lora_parameters.rank is missing"),
+        (
+            {"lora_parameters": {"rank": 4, "scale": -2.0}},
+            "lora_parameters.scale is -2, not above 0",
+        ),
+        ({"lora_parameters": {"rank": 4, "scale": 1e308}}, "scale is 1e"),
     ],
     ids=str,
 )
@@ -139,7 +150,7 @@ def test_an_adapter_of_mlx_that_lacks_a_file_is_refused(
     assert caught.value.hint
 
 
-def test_problems_name_the_directory_and_not_the_copy(lora_template: Path, tmp_path: Path) -> None:
+def test_problems_name_the_directory_of_the_user(lora_template: Path, tmp_path: Path) -> None:
     mlx = save_as_mlx(lora_template, tmp_path / "mlx", scale=2.0)
     arrays = load_file(mlx / "adapters.safetensors")
     arrays["model.norm.extra"] = np.zeros(4, np.float32)
@@ -209,6 +220,40 @@ def test_names_of_two_adapters_in_one_file_stay(lora: Path) -> None:
         read(lora)
 
 
+def test_a_label_of_some_modules_alone_stays(lora: Path) -> None:
+    rename_tensors(lora, lambda n: n.replace(".weight", ".second.weight") if "v_proj" in n else n)
+    with pytest.raises(InvalidPackageError):
+        read(lora)
+
+
+def test_a_wrapper_is_a_whole_part_of_a_name(lora: Path) -> None:
+    rename_tensors(lora, lambda n: n.replace("q_proj", "my_orig_mod.q_proj"))
+    with pytest.raises(InvalidPackageError, match="my_orig_mod"):
+        read(lora)
+
+
+def test_a_converted_adapter_keeps_what_is_beside_it(
+    lora: Path, facts: BaseFacts, base_dir: Path
+) -> None:
+    """Also a second adapter and a template that expert.json names, and what is left out."""
+    rename_tensors(lora, RENAMES["a label"])
+    second = write_lora(lora.parent / "second", base_dir, seed=3)
+    shutil.copy(second / WEIGHTS, lora / "b.safetensors")
+    shutil.copy(second / CONFIG, lora / "b.json")
+    (lora / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (lora / "optimizer.pt").write_bytes(b"x")
+    with open_adapter(lora) as (converted, _):
+        document: Any = draft_manifest(lora, ManifestOverrides(), base=facts, converted=converted)
+    other = {**document["adapters"][0], "path": "b.safetensors", "config": "b.json"}
+    document["adapters"].append(other)
+    document["decoding"] = {"chat_template": "chat_template.jinja"}
+    (lora / "expert.json").write_text(json.dumps(document))
+    with open_adapter(lora) as (converted, _):
+        plan = plan_build(lora, ManifestOverrides(), base=facts, converted=converted)
+    assert {"b.json", "b.safetensors", "chat_template.jinja"} < set(plan.paths)
+    assert plan.left_out == ("optimizer.pt",)
+
+
 def test_names_that_would_meet_stay(lora: Path) -> None:
     arrays = load_file(lora / WEIGHTS)
     arrays |= {name.replace(LAYER, f"_orig_mod.{LAYER}"): a for name, a in arrays.items()}
@@ -259,7 +304,7 @@ def test_a_pickle_of_every_type_of_float_is_what_torch_loads(tmp_path: Path) -> 
         "number": torch.tensor(2.5),
     }
     torch.save(tensors, tmp_path / "weights.bin")
-    convert_pickle(tmp_path / "weights.bin", tmp_path / "weights.safetensors")
+    convert_pickle(find_file(tmp_path / "weights.bin"), tmp_path / "weights.safetensors")
     from safetensors.torch import load_file as load_tensors
 
     found = load_tensors(tmp_path / "weights.safetensors")
@@ -267,6 +312,12 @@ def test_a_pickle_of_every_type_of_float_is_what_torch_loads(tmp_path: Path) -> 
     assert found.keys() == loaded.keys()
     for name, tensor in loaded.items():
         torch.testing.assert_close(found[name], tensor.detach(), rtol=0, atol=0)
+
+
+def find_file(path: Path) -> SourceFile:
+    found = find_source_file(path.parent, path.name)
+    assert found is not None
+    return found
 
 
 class Command:
@@ -301,6 +352,130 @@ def test_a_pickle_with_anything_but_tensors_is_refused(
     assert not (tmp_path / "ran").exists()
 
 
+class Storage:
+    """The storage of a tensor, as torch refers to it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+class Named:
+    """Something that a pickle names."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+
+class Built:
+    """What a function that a pickle names returns, and the state that is set on it afterwards."""
+
+    def __init__(self, module: str, name: str, *arguments: object, state: object = None) -> None:
+        self.made, self.arguments, self.state = Named(module, name), arguments, state
+
+
+class HandPickler(pickle._Pickler):  # type: ignore[misc,name-defined]  # the one in Python
+    """Writes the three above by opcodes, and all else as an ordinary pickle."""
+
+    def save(self, value: Any, save_persistent_id: bool = True) -> None:
+        match value:
+            case Storage():
+                dtype = Named("torch", "FloatStorage")
+                super().save(("storage", dtype, "0", "cpu", value.length), False)
+                self.write(pickle.BINPERSID)
+            case Named():
+                self.write(f"c{value.module}\n{value.name}\n".encode())
+            case Built():
+                self.save(value.made)
+                self.save(value.arguments)
+                self.write(pickle.REDUCE)
+                if value.state is not None:
+                    self.save(value.state)
+                    self.write(pickle.BUILD)
+            case _:
+                super().save(value, save_persistent_id)
+
+
+def write_archive(path: Path, value: object, numbers: int = 4) -> None:
+    """Write an archive of torch by hand, with one storage of so many float32."""
+    data = BytesIO()
+    HandPickler(data, protocol=2).dump(value)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", data.getvalue())
+        archive.writestr("archive/data/0", np.arange(numbers, dtype="<f4").tobytes())
+
+
+def tensor_of(*shape: int, state: object = None, offset: int = 0, length: int = 4) -> Built:
+    strides = tuple(int(np.prod(shape[n + 1 :])) for n in range(len(shape)))
+    arguments = (Storage(length), offset, shape, strides, False, {})
+    return Built("torch._utils", "_rebuild_tensor_v2", *arguments, state=state)
+
+
+LARGE = {"storage": Storage(4), "offset": 0, "shape": (2, 600), "strides": (600, 1)}
+OTHER = Built("collections", "OrderedDict", state=LARGE)
+
+
+def test_the_archives_written_by_hand_are_those_of_torch(tmp_path: Path) -> None:
+    write_archive(tmp_path / "a.bin", {"a": tensor_of(2, 2)})
+    convert_pickle(find_file(tmp_path / "a.bin"), tmp_path / "a.safetensors")
+    found = load_file(tmp_path / "a.safetensors")
+    np.testing.assert_array_equal(found["a"], np.arange(4, dtype=np.float32).reshape(2, 2))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": tensor_of(2, 600)},
+        {"a": tensor_of(2, 2, offset=1)},
+        {"a": tensor_of(2, 2, length=8)},
+        {"a": tensor_of(2, 2, state=[Storage(4), 0, (2, 600), (600, 1)])},
+        {"a": tensor_of(2, 2, state=(None, {"shape": (2, 600), "strides": (600, 1)}))},
+        {"a": OTHER},
+        Built(
+            "collections",
+            "OrderedDict",
+            [("a", OTHER)],
+            state={"items": Named("collections", "OrderedDict")},
+        ),
+    ],
+    ids=["shape", "offset", "storage", "state", "slots", "other", "items"],
+)
+def test_a_tensor_that_is_larger_than_its_storage_is_refused(value: object, tmp_path: Path) -> None:
+    write_archive(tmp_path / "adapter_model.bin", value)
+    with pytest.raises(InvalidPackageError):
+        convert_pickle(find_file(tmp_path / "adapter_model.bin"), tmp_path / "a.safetensors")
+
+
+def test_a_negated_view_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch._neg_view(torch.ones(2))}, tmp_path / "a.bin")
+    with pytest.raises(InvalidPackageError, match="negated view"):
+        convert_pickle(find_file(tmp_path / "a.bin"), tmp_path / "a.safetensors")
+
+
+def test_a_compressed_or_doubled_entry_is_refused(tmp_path: Path) -> None:
+    for number, compression in enumerate((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)):
+        path = tmp_path / f"{number}.bin"
+        write_archive(path, {"a": tensor_of(2, 2)})
+        with zipfile.ZipFile(path) as archive:
+            entries = {n: archive.read(n) for n in archive.namelist()}
+        with warnings.catch_warnings(), zipfile.ZipFile(path, "w", compression) as archive:
+            warnings.simplefilter("ignore")
+            for name, data in [*entries.items(), *(entries.items() if number == 0 else ())]:
+                archive.writestr(name, data)
+        with pytest.raises(InvalidPackageError, match="archive"):
+            convert_pickle(find_file(path), tmp_path / f"{number}.safetensors")
+
+
+def test_no_module_of_the_current_folder_is_imported(
+    lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pickle_weights(lora)
+    for name in ("zipfile", "numpy", "resource", "expertctl"):
+        (lora / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(lora)
+    read(lora, reads_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("kept", [0, 10, 300, -30])
 def test_a_broken_pickle_is_refused(kept: int, lora: Path) -> None:
     path = pickle_weights(lora)
@@ -314,7 +489,7 @@ def test_an_old_pickle_without_an_archive_is_refused(lora: Path) -> None:
     (lora / WEIGHTS).unlink()
     path = lora / "adapter_model.bin"
     torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(InvalidPackageError, match="not a readable pickle"):
+    with pytest.raises(InvalidPackageError, match=r"cannot be read|not a readable pickle"):
         read(lora, reads_pickle=True)
 
 

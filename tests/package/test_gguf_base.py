@@ -1,6 +1,7 @@
 """GGUF files as bases, against the folders that they were made from."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,11 @@ def test_rope_scaling_is_read(
         ({"split__count": 3}, "one of several files"),
         ({"qwen3__expert_count": 8}, "routed experts"),
         ({"qwen3__attention__sliding_window": 512}, "sliding_window"),
+        ({"qwen3__attention__sliding_window": [64, 0]}, "sliding_window"),
+        ({"qwen3__attention__scale": [0.5, 0.25]}, r"attention\.scale"),
+        ({"qwen3__rope__freq_base": [1e6, 5e5]}, r"rope\.freq_base"),
+        ({"qwen3__rope__scaling__factor": [2.0, 4.0]}, r"rope\.scaling\.factor"),
+        ({"qwen3__expert_count": [0, 2]}, "expert_count"),
         ({"qwen3__rope__scaling__type": "longrope"}, "'longrope'"),
         ({"tokenizer__ggml__model": "rwkv"}, "tokenizer model 'rwkv'"),
         ({"tokenizer__ggml__pre": "unheard-of"}, "pre-tokenizer 'unheard-of'"),
@@ -198,6 +204,7 @@ def test_what_is_not_supported_is_named(
     [
         ({"qwen3__block_count": None}, "block_count is missing"),
         ({"qwen3__rope__dimension_count": 4}, "a head has 8"),
+        ({"qwen3__rope__dimension_count": 61}, "a head has 8"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "token_type has 259 items"),
         ({"tokenizer__ggml__tokens": None}, "tokens is missing"),
         ({"tokenizer__ggml__merges": ["ab"]}, "does not make a token"),
@@ -238,6 +245,25 @@ def test_a_table_that_does_not_fit_the_file_is_refused(tmp_path: Path) -> None:
         read_base_tensors(derived, config)
     with pytest.raises(IncompatibleError, match="transformers does not run"):
         read_foreign_tensors(derived)
+
+
+def test_a_vector_in_blocks_is_refused(tmp_path: Path) -> None:
+    """Also one that a table names; the numbers of a vector are read without blocks."""
+    _, derived = convert(tmp_path, kind="Q8_0")
+    header = read_gguf_header(tmp_path / "model.gguf")
+    config, place = read_model_config(derived), derived / GGUF_TABLE
+    table = json.loads(place.read_text())
+    for entry in table["tensors"]:
+        if len(entry["shape"]) == 1:
+            entry["kind"] = "Q8_0"
+    place.write_text(json.dumps(table))
+    with pytest.raises(InvalidPackageError, match="malformed entry"):
+        read_base_tensors(derived, config)
+    tensors = dict(header.tensors)
+    norm = tensors["output_norm.weight"]
+    tensors["output_norm.weight"] = replace(norm, kind=tensors["token_embd.weight"].kind)
+    with pytest.raises(InvalidPackageError, match="a vector in blocks of Q8_0"):
+        derive_base_files(replace(header, tensors=tensors), file="m")
 
 
 @pytest.mark.parametrize("factors", [np.zeros(32), np.full(32, 1e9), np.ones((2, 16))], ids=str)
