@@ -360,7 +360,7 @@ def plan(
     config, width = read_model_config(base.path), choose_dtype(base, engine.dtype)
     copies = open_quantised_cache(open_base_store(), base)
     limit = find_budget_limit(engine.memory_budget, "cpu")
-    if routed is None or config.unlike_llama:  # numpy keeps all experts of such a base in memory
+    if routed is None or not config.has_kernels:  # numpy keeps all experts of such a base in memory
         given = {
             "--lane": bool(lane),
             "--moe-profile": moe_profile is not None,

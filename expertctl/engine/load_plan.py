@@ -315,10 +315,10 @@ def _choose_cuda_backend(config: ModelConfig, load_config: LoadConfig) -> Backen
     """Return the CUDA backend; options that it does not support were refused before."""
     from expertctl.engine.torch.cuda_backend import CudaBackend
 
-    if config.experts is not None and not config.has_llama_blocks:
+    if config.experts is not None and config.delta_net is not None:
         raise IncompatibleError(
-            f"a CUDA device cannot run the architecture {config.architecture}: its layers have "
-            "routed experts and are not like those of Llama",
+            f"a CUDA device cannot run the architecture {config.architecture}: it has routed "
+            "experts and layers with a gated DeltaNet",
             hint="on a processor numpy runs it in float32 or bf16: --device cpu",
         )
     assert not load_config.needs_kernels, (

@@ -241,7 +241,8 @@ def _read_activation(fields: ConfigFields, row: Architecture, what: str) -> Acti
     name = fields.read_text("hidden_act", default=row.activation)
     if row.gelu_is_tanh and name == "gelu":
         return "gelu_tanh"
-    known = {"silu": _ACTIVATIONS["silu"]} if row.experts is not None else _ACTIVATIONS
+    is_silu = row.experts is not None or row.delta_net
+    known = {"silu": _ACTIVATIONS["silu"]} if is_silu else _ACTIVATIONS
     if name not in known:
         raise IncompatibleError(
             f"{what}: activation {name[:40]!r} is not supported",

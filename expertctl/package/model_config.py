@@ -138,7 +138,7 @@ class ModelConfig:
             raise IncompatibleError(
                 f"the kernels cannot run the architecture {self.architecture}: they do not "
                 "compute all that its layers do",
-                hint="on a processor numpy runs it in float32 or bf16: --device cpu",
+                hint="use --dtype float32 or bf16: numpy runs it on a processor",
             )
 
     @property
@@ -320,11 +320,11 @@ class ModelConfig:
         return {name: dims * (heads[name] if self.projection_norm else 1) for name in heads}
 
     def _has_bias(self, name: str) -> bool:
-        if name.startswith("linear_attn."):
-            return False
         if name.startswith("mlp."):
             return self.mlp_bias
-        return self.output_bias if name == "self_attn.o_proj" else self.qkv_bias
+        if name.startswith("self_attn."):
+            return self.output_bias if name == "self_attn.o_proj" else self.qkv_bias
+        return False
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -344,9 +344,10 @@ def parse_model_config(document: JsonObject, *, what: str = CONFIG_FILE) -> Mode
     fields = ConfigFields(document, keys=row.keys)
     _reject_unsupported(fields, row, what)
     config = _build_config(fields, row, what)
-    if config.heads % config.kv_heads:
+    sizes = [config.get_layer_sizes(layer) for layer in range(config.layers)]
+    if any(config.heads % each.kv_heads for each in sizes):
         fields.add_problem("num_attention_heads", "is not a multiple of num_key_value_heads")
-    if config.head_dim % 2:
+    if any(each.head_dim % 2 for each in sizes):
         fields.add_problem("head_dim", "is odd, rotary positions need pairs")
     if config.block.own_head_norms and config.heads * config.layers > _MAX_HEAD_NORMS:
         fields.add_problem("num_attention_heads", "has too many norms of single heads")

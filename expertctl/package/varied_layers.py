@@ -5,6 +5,7 @@ keys before the norm. The last layers may read the keys and values of an earlier
 may read an embedding of its own of each token.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -13,6 +14,8 @@ from expertctl.errors import IncompatibleError
 from expertctl.package.architectures import ConfigFields
 from expertctl.schema.strict_json import JsonObject
 
+_LAYER_KEY = re.compile(r"[0-9]{1,5}")
+"""transformers pads the numbers of layers with zeros."""
 _SUPPORTED = {"head_dim", "num_key_value_heads"}
 _MAX_HEADS, _MAX_SIZE = 1 << 10, 1 << 16
 
@@ -180,13 +183,16 @@ def _read_wide_sizes(
 
     transformers writes them for each layer.
     """
-    if fields.get("per_layer_config"):
-        wide = {str(number) for number, window in enumerate(windows) if window is None}
+    if fields.get("per_layer_config") is not None:
+        wide = {number for number, window in enumerate(windows) if window is None}
         layers = fields.read_nested("per_layer_config")
         values = list(layers.values.values())
+        if not values:  # every layer is as usual, or a problem was recorded
+            return usual.head_dim, usual.kv_heads
+        numbers = [int(key) if _LAYER_KEY.fullmatch(key) else -1 for key in layers.values]
         alike = all(value == values[0] for value in values)
         first = values[0] if isinstance(values[0], dict) else {}
-        if layers.values.keys() != wide or not alike or not first.keys() <= _SUPPORTED:
+        if sorted(numbers) != sorted(wide) or not alike or not first.keys() <= _SUPPORTED:
             raise IncompatibleError(
                 f"{what}: layers that differ by per_layer_config are not supported here",
                 hint="supported are other heads in every layer without a window",

@@ -43,6 +43,8 @@ def layers_of(config: ModelConfig) -> VariedLayers:
         {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
         {"num_kv_shared_layers": 3, "layer_types": KINDS * 4, "use_double_wide_mlp": True},
         {"layer_types": [*KINDS, *KINDS[:1] * 6]},
+        {"num_hidden_layers": 12},
+        {"head_dim": 64, "global_head_dim": 64},
     ],
     ids=str,
 )
@@ -50,7 +52,7 @@ def test_sizes_are_those_of_transformers_however_they_are_written(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     copied = {n: list(v) if isinstance(v, list) else v for n, v in changes.items()}
-    theirs = transformers.Gemma4TextConfig(**SIZES, **copied)
+    theirs = transformers.Gemma4TextConfig(**{**SIZES, **copied})
     theirs.architectures = ["Gemma4ForCausalLM"]
     theirs.save_pretrained(tmp_path)
     ours = parse(**changes)
@@ -58,7 +60,7 @@ def test_sizes_are_those_of_transformers_however_they_are_written(
     wide = {n for n, kind in enumerate(theirs.layer_types) if kind == "full_attention"}
     assert {n for n, window in enumerate(ours.windows) if window is None} == wide
     for number, sizes in enumerate(layers_of(ours).sizes):
-        own = theirs.per_layer_config[number]
+        own = theirs.per_layer_config[number] if theirs.per_layer_config else theirs
         assert (sizes.head_dim, sizes.kv_heads) == (own.head_dim, own.num_key_value_heads)
         assert (sizes.source is not None) is (theirs.kv_sharing_modes[number] == "reuse")
         assert sizes.has_values is not (theirs.attention_k_eq_v and number in wide)
@@ -67,7 +69,7 @@ def test_sizes_are_those_of_transformers_however_they_are_written(
     assert (rope.theta, local.theta, local.scaling) == (1_000_000.0, 10_000.0, None)
     dims = layers_of(ours).sizes[-1].head_dim
     assert rope.scaling == ProportionalScaling(dims // 8, 1.0)
-    assert (rope.dims, local.dims) == (dims, theirs.per_layer_config[0].head_dim)
+    assert (rope.dims, local.dims) == (dims, layers_of(ours).sizes[0].head_dim)
 
 
 def test_layers_read_the_last_keys_of_their_kind() -> None:
@@ -87,6 +89,13 @@ def test_layers_read_the_last_keys_of_their_kind() -> None:
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 0}, "num_global_key_value_heads"),
         ({"per_layer_config": {"5": 3, "7": 3}}, "must be an object"),
         ({"per_layer_config": {"5": {"head_dim": 3}, "7": {"head_dim": 3}}}, "odd"),
+        ({"per_layer_config": [1]}, "per_layer_config"),
+        ({"per_layer_config": 5}, "per_layer_config"),
+        ({"head_dim": 7, "global_head_dim": 16}, "head_dim is odd"),
+        (
+            {"num_key_value_heads": 8, "num_global_key_value_heads": 3, "attention_k_eq_v": True},
+            "not a multiple of num_key_value_heads",
+        ),
     ],
     ids=str,
 )
@@ -102,6 +111,7 @@ def test_malformed_sizes_are_refused(changes: dict[str, Any], problem: str) -> N
         {"enable_moe_block": True},
         {"use_bidirectional_attention": "all"},
         {"per_layer_config": {"0": {"head_dim": 16}}},
+        {"per_layer_config": {"5": {"head_dim": 16}, "07": {"head_dim": 16}, "7": {}}},
         {"per_layer_config": {"5": {"head_dim": 16}, "7": {"head_dim": 32}}},
         {"per_layer_config": {"5": {"hidden_act": "relu"}, "7": {"hidden_act": "relu"}}},
     ],
@@ -110,6 +120,13 @@ def test_malformed_sizes_are_refused(changes: dict[str, Any], problem: str) -> N
 def test_layers_that_differ_otherwise_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(IncompatibleError, match="not supported"):
         parse(**changes)
+
+
+def test_biases_of_attention_are_no_biases_of_its_other_layers() -> None:
+    shapes = parse(attention_bias=True, hidden_size_per_layer_input=8).tensor_shapes()
+    biases = {name.rpartition(".layers.0.")[2] for name in shapes if name.endswith(".bias")}
+    own = {name for name in biases if "layers" not in name}
+    assert own == {f"self_attn.{name}_proj.bias" for name in "qkvo"}
 
 
 def test_tensors_that_a_layer_does_not_use_are_left_out(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_no_kernel_runs_it(base: tuple[PlainDecoder, Any]) -> None:
             "num_attention_heads": 4,
         }
     )
-    with pytest.raises(IncompatibleError, match="architecture qwen3_5_moe_text"):
+    with pytest.raises(IncompatibleError, match="routed experts and layers with a gated DeltaNet"):
         choose_backend(routed, LoadConfig("float32", engine=EngineConfig(device="cuda")))
 
 
@@ -434,3 +434,11 @@ def test_matrices_of_bfloat16_give_what_their_numbers_give(tmp_path: Path) -> No
         assert weights.nbytes == PlainBackend(config, dtype).weight_bytes
         found.append(read(PlainDecoder(config, weights), TEXT[:90]))
     assert_same_logits(found[1], found[0], relative=True)
+
+
+def test_another_activation_is_refused() -> None:
+    """Its convolution would have it, too."""
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 16}
+    document = {"model_type": "qwen3_5_text", "num_hidden_layers": 4, "intermediate_size": 48}
+    with pytest.raises(IncompatibleError, match="activation 'gelu'"):
+        parse_model_config({**document, **sizes, "hidden_act": "gelu"})

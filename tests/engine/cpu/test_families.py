@@ -21,14 +21,17 @@ from expertctl.engine.adapters.steps import (
     compute_dora_scales,
 )
 from expertctl.engine.arrays import AnyArray
+from expertctl.engine.backend import LoadConfig
 from expertctl.engine.cpu.plain_backend import PlainBackend
 from expertctl.engine.cpu.plain_decoder import PlainDecoder
 from expertctl.engine.cpu.plain_layers import estimate_plain_pass_bytes
 from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.kv.block_pool import ROW_PAGES, PagedKVCache
+from expertctl.engine.load_plan import choose_backend
 from expertctl.engine.torch.decoder import Decoder
 from expertctl.engine.torch.sequence_cache import KVCache
 from expertctl.engine.torch.weights import load_base_weights
+from expertctl.engine_config import EngineConfig
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import parse_adapter_config
 from expertctl.package.adapter_spec import build_adapter_spec
@@ -278,3 +281,12 @@ def test_the_published_configuration_of_gemma_3_means_what_transformers_reads() 
         kind == "sliding_attention" for kind in theirs.layer_types
     ]
     assert ours.tied == theirs.tie_word_embeddings
+
+
+def test_a_device_takes_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are a stack there; what no device computes is refused where a base is chosen."""
+    build_family_model(tmp_path, "gpt_oss", **GPT_OSS[0][1])
+    config = read_model_config(tmp_path)
+    loading = LoadConfig("float32", engine=EngineConfig(device="cuda"))
+    backend, warnings = choose_backend(config, loading)
+    assert (backend.name, warnings) == ("cuda", ())
