@@ -96,8 +96,11 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> RunWorkspace:
 
 
 @pytest.fixture
-def workspace(made_once: RunWorkspace, home: Path, tmp_path: Path) -> RunWorkspace:
+def workspace(
+    made_once: RunWorkspace, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunWorkspace:
     """A home of the test's own, with a base of all tests."""
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
     shutil.copytree(made_once.folder / "expert-home", home, symlinks=True)
     return replace(made_once, folder=tmp_path)
 

@@ -190,12 +190,12 @@ def test_a_quantised_base_with_other_blocks_is_held_in_int8_too(tmp_path: Path) 
     ("kind", "device", "held"),
     [
         ("Q8_0", "cpu", "gguf"),
-        ("Q5_0", "cpu", "int8"),
+        ("Q5_0", "cpu", "gguf"),
         ("Q8_0", "cuda", "bf16"),
         ("BF16", "cpu", "bf16"),
     ],
 )
-def test_a_base_with_weights_in_blocks_stays_in_them_or_is_held_in_int8(
+def test_a_base_with_weights_in_blocks_stays_in_them_on_a_processor(
     kind: str, device: DeviceName, held: str, tmp_path: Path
 ) -> None:
     sizes = {"hidden": 64, "layers": 1, "intermediate": 32, "head_dim": 16}

@@ -40,6 +40,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserTab]:
 
 @pytest.fixture(autouse=True)
 def _forget(tab: BrowserTab) -> None:
+    tab.open("about:blank")  # the page of the test before asks a server that has ended
     tab.complaints.clear()
     tab.asked.clear()
 
