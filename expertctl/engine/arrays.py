@@ -5,6 +5,7 @@ model holds the bits of bfloat16 numbers; `widen` converts all three to float32,
 module imports neither numba nor torch.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
@@ -101,7 +102,8 @@ def round_to_bfloat16(numbers: AnyArray) -> FloatArray:
 
 def aligned_zeros(shape: int | tuple[int, ...], dtype: Any) -> AnyArray:
     """Return zeros whose first byte is at a multiple of `VECTOR_BYTES`."""
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    numbers = shape if isinstance(shape, int) else math.prod(shape)
+    count = int(numbers) * np.dtype(dtype).itemsize
     raw = np.zeros(count + VECTOR_BYTES, np.uint8)
     start = -raw.ctypes.data % VECTOR_BYTES
     found: AnyArray = raw[start : start + count].view(dtype).reshape(shape)

@@ -104,8 +104,9 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The indices of the layers with keys and values."""
-        others = () if self.delta_net is None else self.delta_net.layers
-        return tuple(layer for layer in range(self.layers) if layer not in others)
+        if self.delta_net is None:
+            return tuple(range(self.layers))
+        return tuple(sorted({*range(self.layers)}.difference(self.delta_net.layers)))
 
     @property
     def state_bytes(self) -> int:
