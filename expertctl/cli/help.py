@@ -30,6 +30,7 @@ from typer.main import get_command
 from typer.models import Default
 
 from expertctl.cli.output import VERBOSITY, Colour, debug
+from expertctl.cli.parameter_values import convert_lazily
 from expertctl.errors import ExpertError, UsageError, hide_secrets
 from expertctl.settings import CONFIG_KEYS, find_home, read_config
 
@@ -109,11 +110,14 @@ def build_options() -> tuple[Any, ...]:
     """Return these options; the parser compares them by identity, so they are built once."""
     app = typer.Typer(add_completion=False)
     app.command()(_declare_options)
-    return tuple(get_command(app).params)
+    parameters = tuple(get_command(app).params)
+    convert_lazily(parameters)
+    return parameters
 
 
 def add_options(parameters: Sequence[Any]) -> list[Any]:
     """Return the parameters of a command with those of these options that it does not have."""
+    convert_lazily(parameters)
     taken = {name for parameter in parameters for name in parameter.opts}
     return [*parameters, *(each for each in build_options() if taken.isdisjoint(each.opts))]
 
