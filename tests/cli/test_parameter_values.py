@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import typer
+from typer._click.exceptions import ClickException
 from typer.main import get_command
 
 from expertctl.cli.help import CommandGroup
@@ -48,7 +49,7 @@ def _run(command: Any, words: list[str]) -> object:
     RESULTS.clear()
     try:
         command.main(words, standalone_mode=False)
-    except Exception as error:  # of whatever type: the two must agree
+    except (ClickException, ValueError) as error:
         return type(error).__name__, str(error)
     return repr(RESULTS)  # NaN differs from itself
 
