@@ -21,6 +21,8 @@ from expertctl.errors import UsageError
 MAX_LENGTH = 256
 FROM_FILE = "local"
 """The registry host of packages that came from a file."""
+DEMO_BASE = "starter/base"
+"""The name of the demo base, which the first run of a new home adds."""
 NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(

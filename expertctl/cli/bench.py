@@ -309,7 +309,8 @@ def _find_default_base(settings: Settings) -> str | None:
 
     The demo is too small to measure a machine.
     """
-    from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
+    from expertctl.reference import DEMO_BASE
+    from expertctl.routing.base_choice import BaseSelector
     from expertctl.store.bases import BaseStore
 
     base = BaseSelector(BaseStore(settings.home.bases), settings.base).find_default()

@@ -58,6 +58,7 @@ from expertctl.errors import (
     UnreachableError,
     UsageError,
 )
+from expertctl.reference import DEMO_BASE
 from expertctl.settings import Settings
 
 if TYPE_CHECKING:
@@ -212,7 +213,9 @@ class ChatSession:
         with suppress(ExpertError):  # the first message reports it
             base, fitting, _ = find_fitting_experts(self.start_here(), self._planner)
             if base is not None:
-                return f"{base.name}, {format_count(len(fitting), 'expert')}; {_OPENING}"
+                demo = " (a demo of two million weights)" if base.name == DEMO_BASE else ""
+                experts = format_count(len(fitting), "expert")
+                return f"{base.name}{demo}, {experts}; {_OPENING}"
         return _OPENING
 
     def _answer_lines(self, read_line: ReadLine) -> None:

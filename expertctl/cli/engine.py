@@ -141,7 +141,8 @@ def resolve_base(wanted: str | None, settings: Settings, *, as_json: bool) -> st
     """
     if wanted is None:
         return None
-    from expertctl.routing.base_choice import DEMO_BASE, is_home_empty
+    from expertctl.reference import DEMO_BASE
+    from expertctl.routing.base_choice import is_home_empty
     from expertctl.store.bases import BaseStore
     from expertctl.store.store import Store
 

@@ -14,6 +14,7 @@ import msgspec
 
 from expertctl.cli.output import format_count, format_table
 from expertctl.client.result import Expert, MoeUse, PlanExpert, RoutePlan, RunAnswer
+from expertctl.reference import DEMO_BASE
 from expertctl.settings import format_limit, format_size
 
 if TYPE_CHECKING:
@@ -301,10 +302,17 @@ def _indent(text: str) -> list[str]:
     return [f"{_INDENT}{line}" if line else "" for line in text.splitlines()]
 
 
+_DEMO_NOTE = (
+    f"{DEMO_BASE} is a demo of two million weights that mostly repeats the prompt;\n"
+    "  `expertctl pull smollm2:135m` brings a real model"
+)
+
+
 def _format_plan(plan: "Plan | RoutePlan", notes: Sequence[str]) -> list[str]:
     if plan.experts:
         return [f"{_INDENT}{_format_expert(expert)}" for expert in plan.experts]
-    return [f"{_INDENT}{note}" for note in notes]
+    demo = [_DEMO_NOTE] if plan.base == DEMO_BASE else []
+    return [f"{_INDENT}{note}" for note in (*notes, *demo)]
 
 
 def _format_expert(expert: "PlannedExpert | PlanExpert") -> str:

@@ -27,6 +27,7 @@ from expertctl.package.compatibility import (
     format_base_label,
     infer_hidden_size,
 )
+from expertctl.reference import DEMO_BASE
 from expertctl.routing.candidate import InstalledExpert, explain_misfit, explain_untrusted
 from expertctl.routing.request import RouteRequest
 from expertctl.schema.manifest import BaseRequirement
@@ -34,8 +35,6 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 
-DEMO_BASE = "starter/base"
-"""The name of the demo base, which `expertctl.install.installer` adds to a new home."""
 _DEMO_FILES = Path(__file__).parent.parent / "_starter" / "base"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from expertctl.cli.engine import resolve_base
 from expertctl.errors import ConflictError, NotFoundError
-from expertctl.routing.base_choice import DEMO_BASE
+from expertctl.reference import DEMO_BASE
 from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store

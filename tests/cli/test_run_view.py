@@ -179,3 +179,11 @@ def test_the_figures_say_only_what_there_was(tokens: int, rate: float, told: str
         plan=SimpleNamespace(base="tiny"),
     )
     assert _format_figures(result).strip() == told
+
+
+def test_the_demo_says_what_it_is_where_no_expert_answers() -> None:
+    demo = Plan(Digest.compute(b"plan"), 1, "starter/base", (), SamplingParams())
+    alone = format_routing(replace(routed(), plan=demo), width=0)
+    assert "  starter/base is a demo of two million weights" in alone
+    assert "`expertctl pull smollm2:135m` brings a real model" in alone
+    assert "demo" not in format_routing(routed(), width=0)

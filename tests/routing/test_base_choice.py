@@ -8,8 +8,8 @@ import pytest
 from expertctl.errors import NotFoundError
 from expertctl.install.installer import read_starter_manifest
 from expertctl.package.base_model import read_base
-from expertctl.reference import Reference
-from expertctl.routing.base_choice import DEMO_BASE, BaseSelector
+from expertctl.reference import DEMO_BASE, Reference
+from expertctl.routing.base_choice import BaseSelector
 from expertctl.routing.planner import PlannedPrompt, Planner
 from expertctl.routing.request import ForcedExpert, RouteRequest
 from expertctl.settings import Home, Settings

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from expertctl.errors import NotFoundError
 from expertctl.package.evaluation import wilson_interval
-from expertctl.reference import PackageName
-from expertctl.routing.base_choice import DEMO_BASE
+from expertctl.reference import DEMO_BASE, PackageName
 from expertctl.routing.evaluation import (
     ExpertScore,
     LabelledPrompts,
