@@ -120,7 +120,7 @@ def fetch_model(
     if complete is not None and (cache.connection.is_offline or not cache.list_unknown(complete)):
         return _describe_cached(cache, name, complete)
     try:
-        listing = _list_files(cache.connection, name)
+        listing = list_hub_files(cache.connection, name)
     except ExpertError as error:
         if complete is None and isinstance(error, UnreachableError):
             complete = cache.find_complete(name, pattern)
@@ -128,15 +128,16 @@ def fetch_model(
             warn([f"{error.message}; what the cache has of {name} is used"])
             return _describe_cached(cache, name, complete)
         if isinstance(error, NotFoundError | OfflineError):
-            raise _mention_folder(error, text) from error
+            raise mention_folder(error, text) from error
         raise
     files = choose_files(listing, pattern)
     _require_free_name(listing, files, bases, called)
     copy_to = bases.folder if copies else None
-    return _download(cache, listing, files, copy_to=copy_to, as_json=as_json)
+    return download_files(cache, listing, files, copy_to=copy_to, as_json=as_json)
 
 
-def _list_files(connection: HubConnection, name: HubName) -> HubListing:
+def list_hub_files(connection: HubConnection, name: HubName) -> HubListing:
+    """Ask a hub for the files of a repository; say so if that is done without the user's token."""
     if not connection.is_offline and connection.withholds_token():
         warn([f"HF_ENDPOINT has no TLS, so {connection.host} is asked without your token"])
     return connection.list_files(name)
@@ -154,7 +155,7 @@ def _describe_cached(cache: HubCache, name: HubName, path: Path) -> FetchedModel
     return FetchedModel(name, path, folder.name, find_expected_digests(path), 0)
 
 
-def _download(
+def download_files(
     cache: HubCache,
     listing: HubListing,
     files: tuple[HubFile, ...],
@@ -162,6 +163,7 @@ def _download(
     copy_to: Path | None,
     as_json: bool,
 ) -> FetchedModel:
+    """Download what the cache lacks of chosen files of a repository."""
     commit = listing.commit
     missing = cache.count_missing(listing, files)
     cache.require_space(listing, files, copy_to=copy_to)
@@ -207,7 +209,7 @@ def _require_free_name(
     )
 
 
-def _mention_folder(error: ExpertError, text: str) -> ExpertError:
+def mention_folder(error: ExpertError, text: str) -> ExpertError:
     """Return the error for a name that may have been meant as a folder, which is missing, too."""
     if text.startswith(HUB_PREFIX) or "/" not in text or "@" in text:
         return error
@@ -250,7 +252,7 @@ def offer_model(
     if as_json or not terminal or cache.connection.is_offline:
         raise refusal
     try:
-        listing = _list_files(cache.connection, name)
+        listing = list_hub_files(cache.connection, name)
     except NotFoundError as unknown:
         message = f"{error.message}, and {unknown.message}"
         raise NotFoundError(message, hint=near or unknown.hint) from unknown
@@ -265,7 +267,7 @@ def offer_model(
     question = f"Download {name} ({format_size(missing)}) from {cache.connection.host}?"
     if not _ask(question):
         raise refusal
-    return _download(cache, listing, files, copy_to=None, as_json=as_json)
+    return download_files(cache, listing, files, copy_to=None, as_json=as_json)
 
 
 def _ask(question: str) -> bool:

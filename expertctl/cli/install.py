@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.build_inputs import convert_adapters, split_hub_names
 from expertctl.cli.completion import complete_experts, complete_packages
 from expertctl.cli.connection import add_package_suggestions
 from expertctl.cli.installed import build_expert_document
@@ -79,9 +80,9 @@ def install(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="REF|FILE",
+            metavar="REF|FILE|hf:ORG/NAME",
             autocompletion=complete_packages,
-            help="References and .expert files, mixed.",
+            help="References, .expert files, and adapters of a hub, mixed.",
         ),
     ] = None,
     locked: Locked = False,
@@ -96,7 +97,8 @@ def install(
 ) -> None:
     """Install experts and what they require. They are resolved together, and all or none installed.
 
-    Without arguments, installs the experts.toml of this folder, else your own list.
+    Without arguments, installs the experts.toml of this folder, else your own list. An adapter of a
+    hub is converted into a package, which your key hf signs.
 
     Example: expertctl install acme/sql@^1.2 english.expert
     """
@@ -108,12 +110,19 @@ def install(
         accept_changed=accept_changed or (),
     )
     worklist = find_requirement_list(settings.home, Path.cwd())
-    references, files = split_targets(targets or [])
-    _check_options(worklist, references, files, locked=locked, save=save)
-    with open_sources(settings, target.trust, notify=make_note_once()) as sources:
+    adapters, others = split_hub_names(targets or [])
+    references, files = split_targets(others)
+    _check_options(worklist, references, [*files, *map(str, adapters)], locked=locked, save=save)
+    with (
+        convert_adapters(adapters, settings, as_json=as_json) as converted,
+        open_sources(settings, target.trust, notify=make_note_once()) as sources,
+    ):
+        files += converted
         open_progress = make_progress_factory("installing", as_json=as_json)
         if locked:
             done = install_locked(worklist, references, target, sources, open_progress)
+        elif adapters and not (references or files):
+            done = InstallReport((), ())
         elif references or files:
             done = _install_named(
                 worklist, references, files, target, sources, settings, open_progress, save=save
@@ -176,7 +185,7 @@ def _describe_unused(installed: Iterable[InstalledPackage], home: Home) -> Itera
 def _check_options(
     worklist: RequirementList,
     references: Sequence[Reference],
-    files: Sequence[Path],
+    files: Sequence[Path | str],
     *,
     locked: bool,
     save: bool,

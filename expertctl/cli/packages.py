@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.build_inputs import find_base_facts, locate_adapter, measure_weights
 from expertctl.cli.completion import complete_bases, complete_experts, complete_own_keys
-from expertctl.cli.engine import find_base_or_folder
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, note, print_message, warn
@@ -25,7 +25,7 @@ from expertctl.cli.package_view import (
     show_reading_progress,
 )
 from expertctl.cli.progress import show_progress
-from expertctl.errors import ExpertError, NotFoundError, UsageError, to_single_line
+from expertctl.errors import ExpertError, UsageError, to_single_line
 from expertctl.files import write_atomic
 from expertctl.install.installed_experts import (
     ExportedPackage,
@@ -35,14 +35,11 @@ from expertctl.install.installed_experts import (
     export_set,
 )
 from expertctl.package import build as building
-from expertctl.package.adapter import is_hub_name
 from expertctl.package.adapter_weights import find_numeric_anomalies
-from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import (
     ManifestOverrides,
     describe_lost_letters,
     encode_manifest,
-    find_base_label,
     find_base_problems,
     read_draft,
     read_example_prompts,
@@ -55,8 +52,6 @@ from expertctl.package.write import check_target, sign_package, unpack_package
 from expertctl.reference import PackageName, Reference, Version, parse_target
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
-from expertctl.store.base_record import StoredBase
-from expertctl.store.bases import BaseStore
 from expertctl.store.package_reader import open_package
 from expertctl.store.store import Store
 from expertctl.trust.keys import KeyRing, PrivateKey
@@ -222,7 +217,7 @@ def init(
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
     prompts = read_example_prompts(examples) if examples is not None else []
     with open_adapter(directory) as (converted, notes):
-        facts = _find_base_facts(directory, manifest.base, converted, as_json=as_json)
+        facts = find_base_facts(directory, manifest.base, converted, as_json=as_json)
         draft = building.draft_manifest(
             directory, overrides, base=facts, examples=prompts, converted=converted
         )
@@ -238,7 +233,13 @@ def init(
 
 @expand_flags
 def build(
-    directory: Directory,
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|ORG/NAME",
+            help="The directory that PEFT or mlx-lm saved the adapter to, or an adapter of a hub.",
+        ),
+    ],
     *,
     output: Annotated[
         Path | None,
@@ -287,17 +288,22 @@ def build(
 ) -> None:
     """Check an adapter directory and package it. All problems are reported at once.
 
+    ORG/NAME or ORG/NAME@REVISION downloads an adapter of a hub, if there is no such directory.
+
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
     overrides = manifest.parse()
     settings = load_settings()
+    directory, overrides = locate_adapter(
+        adapter, overrides, settings, allows_pickle=allow_pickle, as_json=as_json
+    )
     key = _load_private_key(settings, sign) if sign else None
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
     with open_adapter(directory, reads_pickle=allow_pickle) as (converted, notes):
-        facts = _find_base_facts(directory, manifest.base, converted, as_json=as_json)
-        weights = _measure_weights(converted or directory)
+        facts = find_base_facts(directory, manifest.base, converted, as_json=as_json)
+        weights = measure_weights(converted or directory)
         with show_progress("checking", weights, as_json=as_json) as report:
             plan = building.plan_build(
                 directory, overrides, base=facts, converted=converted, progress=report
@@ -396,44 +402,6 @@ def _parse_expected(target: str) -> Reference | None:
     return wanted if isinstance(wanted, Reference) else None
 
 
-def _find_base_facts(
-    directory: Path, base: str | None, converted: Path | None, *, as_json: bool
-) -> BaseFacts | None:
-    """Find the base: the one of ``--base``, else the one that the adapter names, if known."""
-    label = find_base_label(directory, converted)
-    bases = BaseStore(load_settings().home.bases)
-    if base is not None:
-        named = find_base_or_folder(bases, base)
-        if isinstance(named, Path):
-            return _read_base(named, label, as_json=as_json)
-        return _build_base_facts(named)
-    if label is None:
-        return None
-    found = bases.find_by_label(label)
-    if found is None:
-        if names := ", ".join(known.name for known in bases.list_bases()):
-            print_message(
-                f"the adapter names the base {label[:200]!r}; known here, for --base: {names}"
-            )
-        return None
-    if found.name != label:
-        print_message(f"the adapter's base {label!r} was matched to {found.name}")
-    return _build_base_facts(found)
-
-
-def _build_base_facts(base: StoredBase) -> BaseFacts:
-    return BaseFacts(base.identity, base.shapes, base.foreign, base.path)
-
-
-def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
-    if directory.is_file():
-        hint = f"`expertctl base add {directory}`, then build again"
-        raise NotFoundError(f"the GGUF file {directory} is not registered", hint=hint)
-    name = label if label and is_hub_name(label) else None
-    with show_progress("hashing base", _measure_weights(directory), as_json=as_json) as report:
-        return read_base(directory, name=name, progress=report)
-
-
 def _load_private_key(settings: Settings, name: str) -> PrivateKey:
     home = settings.home
     return PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust)).read_signing_key(name)
@@ -487,9 +455,3 @@ def _print_build_notes(built: building.BuildResult) -> None:
         note(f"left out, because nothing in the package needs them: {names}")
     if built.signer is None:
         note(f"not signed; `expertctl sign {shlex.quote(str(built.path))} --key NAME` signs it")
-
-
-def _measure_weights(directory: Path) -> int | None:
-    if not directory.is_dir():
-        return None
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

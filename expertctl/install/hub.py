@@ -82,7 +82,7 @@ class HubCache:
         connection = HubConnection.from_environment(environment, is_offline=is_offline)
         return cls(find_hub_cache(environment), connection)
 
-    def _find_cached(self, name: HubName) -> Path | None:
+    def find_cached(self, name: HubName) -> Path | None:
         """Return the folder of a revision that the cache has; nothing is sent."""
         folder = self._repository(name)
         commit = name.wanted_revision
@@ -100,7 +100,7 @@ class HubCache:
         Raises:
             ExpertError: when the pattern matches more than one form of the weights.
         """
-        snapshot = self._find_cached(name)
+        snapshot = self.find_cached(name)
         if snapshot is None:
             return None
         matched = None if pattern is None else _match_cached(snapshot, pattern)

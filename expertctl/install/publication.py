@@ -4,7 +4,8 @@ Requirements and conflicts are checked between candidates, new and installed one
 `check_base_fit` compares a package with the known bases. `find_own_packages` finds the user's own
 packages, which the router does not guard against: those that one of the user's own keys signed,
 wherever they were installed from, and unsigned files of ``local/``, which the router uses only when
-they are named.
+they are named. Packages of ``hf/``, which were converted from a hub, are signed here and written by
+others: they are no own packages.
 
 Each package is published after those it requires. When one cannot be, those before it are withdrawn
 and the versions they replaced are restored: blobs are freed only after the last one.
@@ -26,7 +27,7 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.refs import LOCAL, MISMATCH, StoredExpert
 from expertctl.store.transaction import AddOutcome, AddResult, PackageStaging, StoreTransaction
 from expertctl.trust.keys import KeyRing
-from expertctl.trust.trust_store import OWN_NAMESPACE
+from expertctl.trust.trust_store import HUB_NAMESPACE, OWN_NAMESPACE
 
 
 def check_requirements(
@@ -200,6 +201,8 @@ def find_own_packages(experts: Iterable[StoredExpert], ring: KeyRing) -> frozens
 
 
 def _is_own(expert: StoredExpert, keys: frozenset[str]) -> bool:
+    if expert.package.namespace == HUB_NAMESPACE:
+        return False  # signed here, written by somebody else
     if expert.signer is not None:
         return expert.signer in keys
     unsigned_file = expert.signature is None and expert.registry == LOCAL

@@ -12,11 +12,16 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError, to_single_line
-from expertctl.package.adapter import KIND_NAMES, AdapterConfig, find_full_precision_label
+from expertctl.package.adapter import (
+    KIND_NAMES,
+    AdapterConfig,
+    find_full_precision_label,
+    is_hub_name,
+)
 from expertctl.package.adapter_files import AdapterFiles, read_base_label
 from expertctl.package.base_model import BaseFacts, BaseIdentity
 from expertctl.package.directory import (
@@ -108,6 +113,8 @@ class ManifestOverrides:
     version: str | None = None
     description: str | None = None
     license: str | None = None
+    source: JsonObject | None = None
+    """Where the adapter was taken from, for ``training.source``."""
 
 
 def find_base_label(directory: Path, converted: Path | None = None) -> str | None:
@@ -171,13 +178,25 @@ def complete_manifest(
         "description": f"{_describe_adapters(adapters)} {str(name).partition('/')[2]}",
         "license": DEFAULT_LICENSE,
         **existing,
-        **{key: value for key, value in asdict(overrides).items() if value is not None},
+        **_list_given(overrides),
     }
+    if overrides.source is not None:
+        stated = existing.get("training")
+        document["training"] = {
+            **(stated if isinstance(stated, dict) else {}),
+            "source": overrides.source,
+        }
     label = adapters[0].config if adapters else None
     document["base"] = _complete_base(existing.get("base"), label, base)
     if adapters or "adapters" in existing:
         document["adapters"] = _complete_entries(existing.get("adapters"), adapters)
     return document
+
+
+def _list_given(overrides: ManifestOverrides) -> JsonObject:
+    """Return the fields of a manifest that the command line states."""
+    given = asdict(replace(overrides, source=None))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def encode_manifest(document: JsonObject) -> bytes:
@@ -241,10 +260,16 @@ def find_base_problems(document: JsonObject) -> list[str]:
     if full is not None:
         return [
             f"base {name} is a quantised copy of {full}, and neither is known here, so no digests "
-            f"can be stated: {BASE_HINT}"
+            f"can be stated: {_hint_at_base(full)}"
         ]
     label = f"base {name}" if name else "the base"
-    return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
+    return [f"{label} is not known here, so its digests cannot be stated: {_hint_at_base(name)}"]
+
+
+def _hint_at_base(label: str | None) -> str:
+    """Return how to make a base known: by its name, if that may be one of a hub."""
+    is_repository = label is not None and "/" in label and is_hub_name(label)
+    return f"run `expertctl pull {label}`, or {BASE_HINT[4:]}" if is_repository else BASE_HINT
 
 
 def _describe_adapters(adapters: Sequence[AdapterFiles]) -> str:

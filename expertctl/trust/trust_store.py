@@ -168,6 +168,8 @@ class TrustStore:
             return changed
 
 
+HUB_NAMESPACE = "hf"
+"""The namespace of packages that were converted here from a hub, and that a key of here signed."""
 OWN_NAMESPACE = "local"
 
 

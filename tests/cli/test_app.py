@@ -179,7 +179,7 @@ def test_help_with_a_command_shows_the_help_of_that_command(
     ("words", "usage"),
     [
         (["unpack"], "Usage: expertctl unpack [OPTIONS] FILE DIR"),
-        (["install"], "Usage: expertctl install [OPTIONS] [REF|FILE...]"),
+        (["install"], "Usage: expertctl install [OPTIONS] [REF|FILE|hf:ORG/NAME...]"),
         (["publish"], "Usage: expertctl publish [OPTIONS] FILE..."),
         (["run"], "Usage: expertctl run [OPTIONS] [PROMPT...]"),
     ],

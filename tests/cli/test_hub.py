@@ -13,7 +13,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import close_session
 
 from expertctl.cli import app
 from expertctl.errors import format_install_command
@@ -28,7 +27,7 @@ from tests.install.hub_server import (
     HubRepository,
     HubServer,
     StatusFault,
-    open_hub,
+    open_user_hub,
 )
 
 __all__ = ["expertctl"]
@@ -52,19 +51,9 @@ def hub(
     base_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[HubServer]:
     """A hub with one model, and a user who has a token and an empty cache."""
-    for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setattr(hub_module, "_PAUSES", (0.0, 0.0))
-    with open_hub() as server:
-        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with open_user_hub(monkeypatch, tmp_path, token=TOKEN) as server:
         server.repositories[NAME] = HubRepository(dict(base_files))
         yield server
-        close_session()
 
 
 @pytest.fixture

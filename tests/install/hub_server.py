@@ -6,6 +6,7 @@ bytes. Large files are redirected to another address, as the real hub redirects 
 
 import hashlib
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +16,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
+
+from expertctl.install import hub as hub_module
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 LATER_COMMIT = "9f0c2a77b7b24e0f8a5f21e6a5a1de1f3ad0a001"
@@ -82,7 +89,8 @@ class HubRepository:
     @classmethod
     def from_folder(cls, folder: Path, *, commit: str = COMMIT) -> "HubRepository":
         files = {path.name: path.read_bytes() for path in folder.iterdir()}
-        return cls({**files, "README.md": b"# A model\n", "code.py": b"raise SystemExit"})
+        more = {"README.md": b"# A model\n", "code.py": b"raise SystemExit"}
+        return cls({**files, **more}, commit=commit)
 
     def is_large(self, name: str) -> bool:
         return len(self.files[name]) > MAX_GIT_FILE
@@ -147,6 +155,25 @@ def open_hub() -> Iterator[HubServer]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def open_user_hub(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, token: str
+) -> Iterator[HubServer]:
+    """Run the hub of a user who has a token, and an empty cache below a folder."""
+    for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no token"))
+    monkeypatch.setattr(hub_module, "_PAUSES", (0.0, 0.0))
+    with open_hub() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+        monkeypatch.setenv("HF_TOKEN", token)
+        yield server
+        close_session()
 
 
 class _QuietServer(ThreadingHTTPServer):
