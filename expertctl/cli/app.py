@@ -71,7 +71,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "inspect": ("packages:inspect", "Show the manifest of a package"),
         "diff": ("package_view:diff", "Show what changed between two packages"),
         "unpack": ("packages:unpack", "Write the files of a package to a new directory"),
-        "export": ("packages:export", "Write experts to a file"),
+        "export": ("exports:export", "Write experts to a file"),
         "import": ("install:import_", "Install experts that were exported together"),
     },
     "Share": {

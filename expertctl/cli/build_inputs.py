@@ -22,6 +22,7 @@ from expertctl.errors import (
     NotFoundError,
     OfflineError,
     UnreachableError,
+    UsageError,
 )
 from expertctl.install.hub import HubCache, find_expected_digests
 from expertctl.install.hub_adapter import (
@@ -37,6 +38,10 @@ from expertctl.install.hub_files import HUB_PREFIX, HubName, parse_hub_name
 from expertctl.package.adapter import is_hub_name
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import ManifestOverrides, find_base_label, read_draft
+from expertctl.package.foreign_adapter import open_adapter, write_adapter
+from expertctl.package.gguf_adapter import find_label, is_adapter, read_gguf_adapter
+from expertctl.package.gguf_file import is_gguf_file, read_gguf_header
+from expertctl.package.model_config import read_model_config
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
@@ -195,22 +200,24 @@ def _build(
     as_json: bool,
 ) -> None:
     from expertctl.package.build import build_package, plan_build
-    from expertctl.package.foreign_adapter import open_adapter
 
-    with open_adapter(found.folder) as (converted, notes):
-        facts = find_base_facts(found.folder, None, converted, as_json=as_json)
-        size = measure_weights(converted or found.folder)
+    with open_adapter_source(found.folder, None, as_json=as_json) as source:
+        size = measure_weights(source.converted or found.folder)
         try:
             with show_progress("checking", size, as_json=as_json) as report:
                 plan = plan_build(
-                    found.folder, overrides, base=facts, converted=converted, progress=report
+                    found.folder,
+                    overrides,
+                    base=source.base,
+                    converted=source.converted,
+                    progress=report,
                 )
         except InvalidPackageError as error:
             raise _name_repository(error, found) from error
         with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
             built = build_package(plan, target, key=_read_key(settings), progress=report)
     warn(built.warnings)
-    for line in (*notes, *built.notes):
+    for line in (*source.notes, *built.notes):
         note(line)
 
 
@@ -232,6 +239,60 @@ def _read_key(settings: Settings) -> PrivateKey:
     elif HUB_NAMESPACE not in known.namespaces and not known.revoked:
         identity.grant_namespaces(_KEY_NAME, [HUB_NAMESPACE])
     return identity.read_signing_key(_KEY_NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAdapter:
+    """An adapter that a package can be built from, and its base, if that is known."""
+
+    directory: Path
+    converted: Path | None
+    """A folder of files that take the place of those in the directory."""
+    notes: tuple[str, ...]
+    base: BaseFacts | None
+
+
+@contextmanager
+def open_adapter_source(
+    path: Path, base: str | None, *, reads_pickle: bool = False, as_json: bool
+) -> Iterator[OpenAdapter]:
+    """Open an adapter: a directory, or a LoRA in a GGUF file, which becomes a directory meanwhile.
+
+    ``base`` is what ``--base`` names.
+
+    Raises:
+        ExpertError: as `open_adapter` and `find_base_facts`, and for a GGUF file as
+            `read_gguf_adapter`.
+    """
+    if is_gguf_file(path):
+        with tempfile.TemporaryDirectory(prefix="expertctl-") as folder:
+            yield _convert_gguf(path, base, Path(folder))
+        return
+    with open_adapter(path, reads_pickle=reads_pickle) as (converted, notes):
+        facts = find_base_facts(path, base, converted, as_json=as_json)
+        yield OpenAdapter(path, converted, notes, facts)
+
+
+def _convert_gguf(path: Path, base: str | None, folder: Path) -> OpenAdapter:
+    header = read_gguf_header(path)
+    if not is_adapter(header):
+        raise UsageError(
+            f"{path} is a model, not an adapter", hint=f"`expertctl base add {path}` registers it"
+        )
+    bases, label = BaseStore(load_settings().home.bases), find_label(header)
+    known = bases.find(base) if base is not None else label and bases.find_by_label(label)
+    if not known:
+        named = f"its base {label} is" if label else "its base is not named, or"
+        raise NotFoundError(
+            f"{path}: {named} not known here, and a GGUF adapter is read for its base",
+            hint="name it with `--base NAME`, after `expertctl base add DIR` or "
+            "`expertctl base add FILE.gguf`",
+        )
+    found = read_gguf_adapter(header, read_model_config(known.path))
+    directory = folder / path.stem
+    directory.mkdir()
+    write_adapter(found, directory)
+    return OpenAdapter(directory, None, (found.note,), _build_base_facts(known))
 
 
 def find_base_facts(

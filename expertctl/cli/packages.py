@@ -1,15 +1,19 @@
 """Commands that create and inspect packages, from ``init`` and ``build`` to ``unpack``."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from expertctl.cli.build_inputs import find_base_facts, locate_adapter, measure_weights
-from expertctl.cli.completion import complete_bases, complete_experts, complete_own_keys
+from expertctl.cli.build_inputs import (
+    find_base_facts,
+    locate_adapter,
+    measure_weights,
+    open_adapter_source,
+)
+from expertctl.cli.completion import complete_bases, complete_own_keys
 from expertctl.cli.evaluation import MetricOption, measure_build
 from expertctl.cli.help import expand_flags
 from expertctl.cli.output import JsonFlag, emit, note, print_message, warn
@@ -27,13 +31,6 @@ from expertctl.cli.package_view import (
 from expertctl.cli.progress import show_progress
 from expertctl.errors import ExpertError, UsageError, to_single_line
 from expertctl.files import write_atomic
-from expertctl.install.installed_experts import (
-    ExportedPackage,
-    ExportFormat,
-    SetFormat,
-    export_package,
-    export_set,
-)
 from expertctl.package import build as building
 from expertctl.package.adapter_weights import find_numeric_anomalies
 from expertctl.package.draft import (
@@ -56,99 +53,6 @@ from expertctl.store.package_reader import open_package
 from expertctl.store.store import Store
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.trust_store import PublisherIdentity, TrustStore
-
-SET_SUFFIX = ".experts"
-
-
-def export(
-    targets: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|REF",
-            autocompletion=complete_experts,
-            help="A .expert file, or installed experts.",
-        ),
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="PATH", help="Default: NAME-VERSION here."),
-    ] = None,
-    oci: Annotated[
-        bool, typer.Option("--oci", help="Write an OCI archive, which OCI tools read.")
-    ] = False,
-    peft: Annotated[
-        bool, typer.Option("--peft", help="Write a directory that PEFT loads.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write experts to a file. Several experts, and all they require, go into one file.
-
-    Example: expertctl export acme/sql acme/english -o mine.experts
-    """
-    if oci and peft:
-        raise UsageError("--oci and --peft contradict each other", hint="choose one of them")
-    if len(targets) > 1 or (output is not None and output.suffix == SET_SUFFIX):
-        _export_set(targets, output, "oci" if oci else "set", peft=peft, as_json=as_json)
-    else:
-        form: ExportFormat = "peft" if peft else "oci" if oci else "expert"
-        _export_one(targets[0], output, form, as_json=as_json)
-
-
-def _export_one(target: str, output: Path | None, form: ExportFormat, *, as_json: bool) -> None:
-    store = open_store()
-    path = output or _choose_output(target, form, store)
-    with show_progress("exporting", None, as_json=as_json) as report:
-        done = export_package(target, path, form=form, store=store, progress=report)
-    document = {"path": str(path), **_build_export_document(done), "format": form}
-    if form == "peft":
-        _note_unverified(target)
-        document["adapters"] = [str(path / place) for place in done.adapters]
-    emit(document, f"wrote {path}", as_json=as_json)
-
-
-def _note_unverified(target: str) -> None:
-    """Print that a file's signature was not checked; the directory has none to check later."""
-    if is_file_name(target):
-        print_message("not verified: digests are correct, the signature was not checked")
-
-
-def _export_set(
-    targets: Sequence[str], output: Path | None, form: SetFormat, *, peft: bool, as_json: bool
-) -> None:
-    if peft:
-        raise UsageError("a directory for PEFT holds one expert", hint="export them one by one")
-    if output is None:
-        hint = f"-o FILE{SET_SUFFIX} takes all of them and what they require"
-        raise UsageError("several experts go into one file, which needs a name", hint=hint)
-    if output.suffix == ".expert":
-        hint = f"name it {output.stem}{SET_SUFFIX}"
-        raise UsageError(f"{output}: a .expert file holds one expert", hint=hint)
-    with show_progress("exporting", None, as_json=as_json) as report:
-        done = export_set(targets, output, form=form, store=open_store(), progress=report)
-    document = {
-        "path": str(output),
-        "packages": [_build_export_document(package) for package in done],
-        "format": form,
-    }
-    lines = [f"wrote {output}", *(f"  {package.ref}" for package in done)]
-    emit(document, "\n".join(lines), as_json=as_json)
-
-
-def _build_export_document(done: ExportedPackage) -> dict[str, object]:
-    return {"ref": done.ref, "package_digest": str(done.package_digest)}
-
-
-def _choose_output(target: str, form: ExportFormat, store: Store) -> Path:
-    """Name the output after the file, or after the expert."""
-    suffix = {"expert": ".expert", "oci": ".tar", "peft": ""}[form]
-    if not is_file_name(target):
-        expert = store.find(parse_target(target))
-        return Path(f"{expert.package.name}-{expert.version}{suffix}")
-    if form == "expert" and Path(target).is_file():
-        hint = "--oci or --peft writes it in another format, -o FILE writes a copy"
-        raise UsageError(f"{target} is a file already", hint=hint)
-    return Path(target).parent / f"{Path(target).stem}{suffix}"
-
 
 Directory = Annotated[
     Path,
@@ -236,8 +140,9 @@ def build(
     adapter: Annotated[
         str,
         typer.Argument(
-            metavar="DIR|ORG/NAME",
-            help="The directory that PEFT or mlx-lm saved the adapter to, or an adapter of a hub.",
+            metavar="DIR|FILE|ORG/NAME",
+            help="The directory that PEFT or mlx-lm saved the adapter to, a LoRA in a GGUF file, "
+            "or an adapter of a hub.",
         ),
     ],
     *,
@@ -301,19 +206,24 @@ def build(
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
-    with open_adapter(directory, reads_pickle=allow_pickle) as (converted, notes):
-        facts = find_base_facts(directory, manifest.base, converted, as_json=as_json)
-        weights = measure_weights(converted or directory)
+    with open_adapter_source(
+        directory, manifest.base, reads_pickle=allow_pickle, as_json=as_json
+    ) as source:
+        weights = measure_weights(source.converted or source.directory)
         with show_progress("checking", weights, as_json=as_json) as report:
             plan = building.plan_build(
-                directory, overrides, base=facts, converted=converted, progress=report
+                source.directory,
+                overrides,
+                base=source.base,
+                converted=source.converted,
+                progress=report,
             )
-        _note_shortened_name(directory, overrides)
+        _note_shortened_name(source.directory, overrides)
         target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
         if samples is not None:
             check_target(target)  # refuse a bad place before measuring
             plan = measure_build(plan, samples, task=task, output=target, as_json=as_json)
-        plan = replace(plan, notes=(*notes, *plan.notes))
+        plan = replace(plan, notes=(*source.notes, *plan.notes))
         with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
             built = building.build_package(plan, target, key=key, level=level, progress=report)
     _print_build_notes(built)
@@ -433,6 +343,8 @@ def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list
     manifest, found = plan.manifest, list[str]()
     if not manifest.routing.examples:
         add = f"add some with `expertctl init {shlex.quote(str(plan.directory))} --examples FILE`"
+        if not plan.directory.is_dir():  # made from a GGUF file
+            add = "unpack the package, and add some to its expert.json"
         if (plan.directory / MANIFEST_PATH).exists():
             add = f"add some to {plan.directory / MANIFEST_PATH}"
         named = f"`--expert {manifest.package}`"

@@ -192,7 +192,7 @@ def _read_mlx(directory: Path, config: JsonObject | None) -> ForeignAdapter:
         "lora_alpha": scale * rank,
         "peft_type": "LORA",
         "r": rank,
-        "target_modules": list(_list_targets(tensors)),
+        "target_modules": list(list_targets(tensors)),
         "task_type": "CAUSAL_LM",
         "use_dora": kind == "dora",
     }
@@ -301,7 +301,7 @@ def _make_reader(offset: int, size: int) -> Callable[[BinaryIO], bytes]:
     return read
 
 
-def _list_targets(tensors: Sequence[ForeignTensor]) -> list[str]:
+def list_targets(tensors: Sequence[ForeignTensor]) -> list[str]:
     """Return the full names of all modules: PEFT takes suffixes as well, for every layer."""
     names = {_PEFT_END.sub("", each.name.removeprefix(PEFT_PREFIX)) for each in tensors}
     return sorted(names)

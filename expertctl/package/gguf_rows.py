@@ -115,6 +115,17 @@ GGUF_ARCHITECTURES: Mapping[str, GgufArchitecture] = {
     "hunyuan-dense": GgufArchitecture(model_type="hunyuan_v1_dense"),
 }
 
+
+def find_gguf_name(architecture: str) -> str | None:
+    """Return the ``general.architecture`` of files of one of our architectures."""
+    for name, row in GGUF_ARCHITECTURES.items():
+        if architecture in (row.model_type, row.windowed_type, row.routed_type):
+            return name
+    return _SAME_FILES.get(architecture)
+
+
+_SAME_FILES = {"mistral": "llama", "ministral": "llama"}
+"""Architectures of ours whose files are those of another one."""
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
 _CHANGING = (
@@ -315,7 +326,7 @@ _NAMES: Mapping[str, str] = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER_NAMES: Mapping[str, str] = {
+LAYER_MODULES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -336,6 +347,7 @@ _LAYER_NAMES: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+"""Modules of a layer: names in the file to ours."""
 _EXPERT_STACKS: Mapping[str, str] = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
@@ -414,11 +426,11 @@ def _find_parts(
         return tuple(f"mlp.experts.{n}.{_EXPERT_STACKS[part]}" for n in range(count))
     if part in ("attn_q_norm", "attn_k_norm") and sizes.block.own_head_norms and is_matrix:
         count = sizes.heads if part == "attn_q_norm" else sizes.kv_heads
-        return tuple(f"{_LAYER_NAMES[part]}.norms.{head}" for head in range(count))
+        return tuple(f"{LAYER_MODULES[part]}.norms.{head}" for head in range(count))
     if part == "attn_qkv":
         return _QKV
     if part == "ffn_up" and row.fused_up:
         return _GATE_UP
     names = _TWO_NORMS if "blk.0.attn_norm_2.weight" in header.tensors else {}
-    name = names.get(part) or _LAYER_NAMES.get(part)
+    name = names.get(part) or LAYER_MODULES.get(part)
     return (name,) if name else ()
