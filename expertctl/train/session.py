@@ -1,0 +1,252 @@
+"""One training from a base and examples to an adapter directory with its manifest.
+
+Everything that can be refused is refused before the first step: the adapter with its first values
+is checked as `build` checks it. Ctrl-C writes a checkpoint, and the same call continues from there.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from expertctl.errors import DiskFullError, Notify, UsageError
+from expertctl.files import hold_lock, make_folders, remove_tree
+from expertctl.package.base_model import BaseFacts
+from expertctl.package.build import plan_build
+from expertctl.package.draft import ManifestOverrides
+from expertctl.schema.strict_json import JsonObject
+from expertctl.settings import format_size
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.disk import disk_errors
+from expertctl.train.batches import EncodedData, encode_data
+from expertctl.train.checkpoint import TrainingRecord
+from expertctl.train.data import TrainingData
+from expertctl.train.draft import (
+    TrainingFolder,
+    find_library_versions,
+    write_test_data,
+    write_training_manifest,
+)
+from expertctl.train.model import (
+    TrainingBase,
+    add_adapter,
+    choose_device,
+    choose_training_dtype,
+    list_trained,
+    open_training_base,
+    write_adapter,
+)
+from expertctl.train.options import TrainingOptions
+from expertctl.train.trainer import Report, Trainer
+
+_SAVED_COPIES = 12
+"""Files of the size of the adapter that are written: two checkpoints of four, and packages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRequest:
+    """What to train, where, and how."""
+
+    data: TrainingData
+    base: StoredBase
+    options: TrainingOptions
+    folder: TrainingFolder
+    overrides: ManifestOverrides
+    device: str | None = None
+    restart: bool = False
+    """Whether a checkpoint in the folder is removed first."""
+
+    @property
+    def facts(self) -> BaseFacts:
+        """What the adapter is checked against."""
+        base = self.base
+        return BaseFacts(base.identity, base.shapes, base.foreign, base.path)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedAdapter:
+    """An adapter directory with its manifest."""
+
+    request: TrainingRequest
+    record: TrainingRecord
+    longest_answer: int
+    training: JsonObject
+    """What the manifest says of the training."""
+    test_prompts: int
+    """How many prompts the test file has."""
+
+
+def train_adapter(
+    bases: BaseStore,
+    request: TrainingRequest,
+    *,
+    report: Report,
+    is_stopped: Callable[[], bool],
+    notify: Notify,
+    warn: Notify,
+) -> TrainedAdapter:
+    """Train an adapter, or continue; `report` is called after every step.
+
+    Raises:
+        TrainingStoppedError: when ``is_stopped`` said so; the same call continues.
+        ConflictError: when the folder has a training with other settings.
+        ExpertError: for a base or examples that cannot be used, or a full disk.
+    """
+    with _open_folder(request):
+        device = choose_device(request.device)
+        base = open_training_base(
+            bases, request.base, dtype=choose_training_dtype(device), device=device
+        )
+        data = _encode(base, request)
+        for warning in (*request.data.warnings, *data.warnings):
+            warn(warning)
+        trainer = _make_trainer(base, data, request, device)
+        test_prompts = write_test_data(request.folder, request.data.test)
+        _check_early(trainer, base, data, request)
+        is_continued = trainer.start()
+        notify(_describe_plan(trainer, request, is_continued=is_continued))
+        record = trainer.train(report=report, is_stopped=is_stopped)
+        notify(_describe_end(record))
+        write_adapter(trainer.model, base, request.folder.adapter)
+        training = _describe_training(record, request)
+        write_training_manifest(
+            request.folder,
+            request.overrides,
+            request.data,
+            base=request.facts,
+            longest_answer=data.longest_answer,
+            training=training,
+        )
+    return TrainedAdapter(request, record, data.longest_answer, training, test_prompts)
+
+
+@contextmanager
+def _open_folder(request: TrainingRequest) -> Iterator[None]:
+    folder = request.folder
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UsageError(f"{folder.path} is a file", hint="name another package with -o FILE")
+    with disk_errors(folder.path):
+        make_folders(folder.adapter)
+        with hold_lock(folder.lock, guarded=folder.path, seconds=1.0):
+            if request.restart:
+                folder.checkpoint.unlink(missing_ok=True)
+                remove_tree(folder.adapter)
+                make_folders(folder.adapter)
+            yield
+
+
+def _encode(base: TrainingBase, request: TrainingRequest) -> EncodedData:
+    taken = request.options.virtual_tokens if request.options.kind == "prompt" else 0
+    return encode_data(base.tokenizer, request.data, context=base.context - taken)
+
+
+def _make_trainer(
+    base: TrainingBase, data: EncodedData, request: TrainingRequest, device: str
+) -> Trainer:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products in one order
+    return Trainer(
+        add_adapter(base, request.options),
+        data,
+        request.options,
+        checkpoint=request.folder.checkpoint,
+        settings=_collect_settings(base, request, device),
+        device=device,
+        vocab=int(base.model.config.get_text_config().vocab_size),
+    )
+
+
+def _collect_settings(base: TrainingBase, request: TrainingRequest, device: str) -> JsonObject:
+    """Return what decides the result; a checkpoint continues only with equal settings."""
+    identity = request.base.identity
+    return {
+        "data": str(request.data.digest),
+        "base": str(identity.weights or identity.arch),
+        "tokenizer": str(identity.tokenizer),
+        "dtype": base.dtype,
+        "device": device,
+        **request.options.to_json(),
+    }
+
+
+def _check_early(
+    trainer: Trainer, base: TrainingBase, data: EncodedData, request: TrainingRequest
+) -> None:
+    """Check the manifest, the adapter with its first values, and the space on the disk."""
+    size = sum(weight.numel() * 4 for weight in list_trained(trainer.model).values())
+    free = shutil.disk_usage(request.folder.path).free
+    if free < _SAVED_COPIES * size:
+        raise DiskFullError(
+            f"checkpoints and the package need {format_size(_SAVED_COPIES * size)}, and "
+            f"{format_size(free)} are free in {request.folder.path}",
+            hint="free some space, or name a package elsewhere with -o FILE",
+        )
+    write_adapter(trainer.model, base, request.folder.adapter)
+    write_training_manifest(
+        request.folder,
+        request.overrides,
+        request.data,
+        base=request.facts,
+        longest_answer=data.longest_answer,
+        training={},
+    )
+    plan_build(request.folder.adapter, request.overrides, base=request.facts)
+
+
+def _describe_plan(trainer: Trainer, request: TrainingRequest, *, is_continued: bool) -> str:
+    record, data, options = trainer.record, request.data, request.options
+    if is_continued:
+        if record.ended:
+            return f"{request.folder.path} has the finished training; its package is built"
+        return f"continuing after step {record.step} of {record.steps} in {request.folder.path}"
+    tokens = sum(len(example.ids) for example in trainer.data.train)
+    rank = f" of rank {options.rank}" if options.kind in {"lora", "dora"} else ""
+    text = (
+        f"training {options.kind}{rank} on {len(trainer.data.train)} examples ({tokens:,} tokens), "
+        f"{len(trainer.data.held_out)} held out, {len(data.test)} for the test; "
+        f"{record.steps} steps"
+    )
+    if not trainer.measured_speed:
+        return text
+    seconds = record.steps / trainer.steps_per_epoch * tokens / trainer.measured_speed
+    wanted = options.epochs * trainer.steps_per_epoch
+    limited = f", of {wanted} that take longer" if record.steps < wanted else ""
+    return (
+        f"{text}{limited}: about {max(1, round(seconds / 60))} min at "
+        f"{trainer.measured_speed:.0f} tokens/s"
+    )
+
+
+def _describe_end(record: TrainingRecord) -> str:
+    why = {
+        "steps": "",
+        "early": ", because the held-out loss no longer fell",
+        "time": ", because the time was up",
+    }[record.ended]
+    return (
+        f"trained {record.step} of {record.steps} steps{why}; held-out loss "
+        f"{record.first_loss:.3f} before, {record.best_loss:.3f} after step {record.best_step}"
+    )
+
+
+def _describe_training(record: TrainingRecord, request: TrainingRequest) -> JsonObject:
+    """Return the record of the training for the manifest; it has no times and no machine."""
+    data = request.data
+    settings = {name: value for name, value in record.settings.items() if name != "data"}
+    counts = {"train": len(data.train), "held_out": len(data.held_out), "test": len(data.test)}
+    done = {
+        name: value
+        for name, value in asdict(record).items()
+        if name in {"steps", "step", "tokens", "best_step", "ended"}
+    }
+    return {
+        "data": {"name": data.path.name, "digest": str(data.digest), "examples": {**counts}},
+        "settings": settings,
+        "progress": done,
+        "held_out_loss": {
+            "before": round(record.first_loss, 4),
+            "after": round(record.best_loss, 4),
+        },
+        "libraries": dict(find_library_versions()),
+    }
