@@ -473,8 +473,11 @@ def find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[
     try:
         home = settings.home
         index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
-        own = find_own_packages(Store(home.store).list_experts(), KeyRing(home.keys))
-        return [*found, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
+        installed = Store(home.store).list_experts()
+        own = find_own_packages(installed, KeyRing(home.keys))
+        among = {expert.content_digest for expert in installed}
+        flags = preview_flags(manifest, index, own=own, among=among)
+        return [*found, *advise_publisher(manifest, flags)]
     except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
         return found
 

@@ -229,7 +229,7 @@ def train(
         data=examples,
         base=bases.find(resolved),
         options=chosen,
-        folder=TrainingFolder.beside(target),
+        folder=TrainingFolder.for_package(target),
         overrides=overrides,
         device=options.device,
         restart=options.restart,

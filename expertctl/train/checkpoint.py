@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from expertctl.errors import ConflictError, InvalidPackageError
 from expertctl.files import write_atomic
-from expertctl.schema.strict_json import JsonObject, load_object
+from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import convert_document
 from expertctl.store.disk import disk_errors
+from expertctl.train.options import Settings
 
 _RECORD, _MAX_RECORD_BYTES = "expertctl", 1 << 20
 _HINT = "`--restart` trains from the beginning"
@@ -29,7 +31,7 @@ _HINT = "`--restart` trains from the beginning"
 class TrainingRecord:
     """The progress of a training."""
 
-    settings: JsonObject
+    settings: Settings
     """What decides the result: data, base, options and dtype."""
     steps: int
     """The number of steps that were planned."""
@@ -90,7 +92,7 @@ def save_checkpoint(
         write_atomic(path, data, mode=0o600)
 
 
-def load_checkpoint(path: Path, settings: JsonObject) -> Checkpoint | None:
+def load_checkpoint(path: Path, settings: Settings) -> Checkpoint | None:
     """Return the checkpoint of a training with these settings; None if there is no file.
 
     Raises:
@@ -105,14 +107,14 @@ def load_checkpoint(path: Path, settings: JsonObject) -> Checkpoint | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         document = load_object(text.encode(), what=_RECORD, max_bytes=_MAX_RECORD_BYTES)
         record = convert_document(document, TrainingRecord)
-    except (SafetensorError, OSError, ValueError, InvalidPackageError) as error:
+    except (SafetensorError, OSError, msgspec.ValidationError, InvalidPackageError) as error:
         problem = f"not a readable checkpoint: {str(error)[:300]}"
         raise InvalidPackageError(str(path), [problem], hint=_HINT) from error
     _require_same(path, record.settings, settings)
     return Checkpoint(record, tensors)
 
 
-def _require_same(path: Path, known: JsonObject, wanted: JsonObject) -> None:
+def _require_same(path: Path, known: Settings, wanted: Settings) -> None:
     differing = sorted(n for n in {*known, *wanted} if known.get(n) != wanted.get(n))
     if differing:
         names = ", ".join(name.replace("_", " ") for name in differing)

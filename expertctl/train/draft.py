@@ -46,7 +46,7 @@ class TrainingFolder:
     path: Path
 
     @classmethod
-    def beside(cls, package: Path) -> "TrainingFolder":
+    def for_package(cls, package: Path) -> "TrainingFolder":
         """Return the folder that belongs to a package."""
         return cls(package.with_name(f"{package.stem}.training"))
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from expertctl.engine.arrays import FloatArray
+from expertctl.engine.cpu.plain_weights import load_plain_weights
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.engine.torch.compat_base import (
     build_model,
@@ -26,7 +28,6 @@ from expertctl.engine.torch.compat_base import (
     offline_transformers,
     open_compat_base,
 )
-from expertctl.engine.torch.weights import load_base_weights
 from expertctl.errors import IncompatibleError
 from expertctl.files import write_atomic
 from expertctl.package.base_model import parse_foreign_config
@@ -103,9 +104,14 @@ def _load_native(stored: StoredBase, config: ModelConfig, dtype: str) -> Any:
         if name not in {"quantization_config", "compression_config"}
     }
     parsed = parse_foreign_config(document, what=what)
-    weights = load_base_weights(stored.path, config, dtype=_DTYPES[dtype]).tensors
-    tensors = {name: weights.pop(name).clone() for name in list(weights)}  # to be differentiated
+    weights = load_plain_weights(stored.path, config, dtype=dtype).tensors
+    tensors = {name: _copy_to_torch(numbers) for name, numbers in weights.items()}
     return build_model(load_config(parsed, what), tensors, dtype=_DTYPES[dtype], name=stored.name)
+
+
+def _copy_to_torch(numbers: FloatArray) -> Tensor:
+    copied = torch.from_numpy(numbers.copy())  # ours are read-only
+    return copied.view(torch.bfloat16) if copied.dtype == torch.uint16 else copied
 
 
 def add_adapter(base: TrainingBase, options: TrainingOptions) -> Any:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from expertctl.schema.strict_json import JsonObject
-
 TrainedKind = Literal["lora", "dora", "ia3", "prompt"]
+Settings = dict[str, str | int | float | None]
+"""Settings by name, as a record has them."""
 
 LEARNING_RATES: Mapping[TrainedKind, float] = {
     "lora": 1e-3,
@@ -49,7 +49,7 @@ class TrainingOptions:
     """After how many evaluations without a lower held-out loss training stops."""
     seed: int = 0
 
-    def to_json(self) -> JsonObject:
+    def to_json(self) -> Settings:
         """Return the settings that were used, for records."""
         return asdict(self)
 

@@ -38,7 +38,7 @@ from expertctl.train.model import (
     open_training_base,
     write_adapter,
 )
-from expertctl.train.options import TrainingOptions
+from expertctl.train.options import Settings, TrainingOptions
 from expertctl.train.trainer import Report, Trainer
 
 _SAVED_COPIES = 12
@@ -129,7 +129,7 @@ def _open_folder(request: TrainingRequest) -> Iterator[None]:
         raise UsageError(f"{folder.path} is a file", hint="name another package with -o FILE")
     with disk_errors(folder.path):
         make_folders(folder.adapter)
-        with hold_lock(folder.lock, guarded=folder.path, seconds=1.0):
+        with hold_lock(folder.lock, guarded=folder.path, seconds=0.1):
             if request.restart:
                 folder.checkpoint.unlink(missing_ok=True)
                 remove_tree(folder.adapter)
@@ -157,7 +157,7 @@ def _make_trainer(
     )
 
 
-def _collect_settings(base: TrainingBase, request: TrainingRequest, device: str) -> JsonObject:
+def _collect_settings(base: TrainingBase, request: TrainingRequest, device: str) -> Settings:
     """Return what decides the result; a checkpoint continues only with equal settings."""
     identity = request.base.identity
     return {
@@ -233,7 +233,7 @@ def _describe_end(record: TrainingRecord) -> str:
 def _describe_training(record: TrainingRecord, request: TrainingRequest) -> JsonObject:
     """Return the record of the training for the manifest; it has no times and no machine."""
     data = request.data
-    settings = {name: value for name, value in record.settings.items() if name != "data"}
+    settings: JsonObject = {n: value for n, value in record.settings.items() if n != "data"}
     counts = {"train": len(data.train), "held_out": len(data.held_out), "test": len(data.test)}
     done = {
         name: value

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from expertctl.errors import IncompatibleError
-from expertctl.schema.strict_json import JsonObject
 from expertctl.train.batches import (
     Batch,
     EncodedData,
@@ -30,7 +29,7 @@ from expertctl.train.checkpoint import (
     save_checkpoint,
 )
 from expertctl.train.model import compute_loss, list_trained
-from expertctl.train.options import TrainingOptions, TrainingSchedule, plan_schedule
+from expertctl.train.options import Settings, TrainingOptions, TrainingSchedule, plan_schedule
 
 CHECKPOINT_SECONDS = 30.0
 _MAX_NORM = 1.0
@@ -66,7 +65,7 @@ class Trainer:
         options: TrainingOptions,
         *,
         checkpoint: Path,
-        settings: JsonObject,
+        settings: Settings,
         device: str,
         vocab: int,
     ) -> None:
@@ -124,7 +123,7 @@ class Trainer:
         """
         record, started = self.record, time.monotonic() - self.record.seconds
         if not record.losses:
-            record.first_loss = record.best_loss = self.compute_held_out_loss()
+            record.first_loss = record.best_loss = self.measure_loss()
             record.losses.append((0, record.first_loss))
         epoch, batches = -1, list[Batch]()
         while not record.ended:
@@ -147,7 +146,7 @@ class Trainer:
                 weight.copy_(self.best[name])
         return record
 
-    def compute_held_out_loss(self) -> float:
+    def measure_loss(self) -> float:
         """Return the mean loss of the learnt tokens of the held-out examples."""
         batches = arrange_by_length(self.data.held_out, batch_size=self.options.batch_size)
         total = 0.0
@@ -205,7 +204,7 @@ class Trainer:
         return loss
 
     def _evaluate(self) -> None:
-        record, loss = self.record, self.compute_held_out_loss()
+        record, loss = self.record, self.measure_loss()
         record.losses.append((record.step, loss))
         if loss < record.best_loss:
             record.best_loss, record.best_step, record.worse = loss, record.step, 0
