@@ -131,7 +131,7 @@ class Trainer:
                 epoch = record.step // self.steps_per_epoch
                 batches = self._arrange(epoch)
             batch = batches[record.step % self.steps_per_epoch]
-            loss = self._take_step(batch, self.schedule.get_rate(record.step))
+            loss = self.take_step(batch, self.schedule.get_rate(record.step))
             record.step += 1
             record.tokens += sum(len(example.ids) for example in batch)
             if self.schedule.is_evaluated_after(record.step - 1):
@@ -145,6 +145,25 @@ class Trainer:
             for name, weight in self.weights.items():
                 weight.copy_(self.best[name])
         return record
+
+    def take_step(self, batch: Batch, rate: float) -> float:
+        """Train on one batch with a learning rate; return its mean loss before that.
+
+        Raises:
+            IncompatibleError: when the gradient is no longer finite.
+        """
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = self._add_gradients(batch)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), _MAX_NORM)
+        if not bool(torch.isfinite(norm)):
+            raise IncompatibleError(
+                f"the loss is not finite at step {self.record.step + 1}",
+                hint="try a lower --learning-rate",
+            )
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return loss
 
     def measure_loss(self) -> float:
         """Return the mean loss of the learnt tokens of the held-out examples."""
@@ -188,20 +207,6 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
             total += float(loss.detach())
         return total
-
-    def _take_step(self, batch: Batch, rate: float) -> float:
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        loss = self._add_gradients(batch)
-        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), _MAX_NORM)
-        if not bool(torch.isfinite(norm)):
-            raise IncompatibleError(
-                f"the loss is not finite at step {self.record.step + 1}",
-                hint="try a lower --learning-rate",
-            )
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        return loss
 
     def _evaluate(self) -> None:
         record, loss = self.record, self.measure_loss()
