@@ -204,7 +204,7 @@ def train(
 
     Example: expertctl train orders.jsonl --base Qwen/Qwen3-0.6B --minutes 30 --sign me
     """
-    from expertctl.train.data import read_training_data
+    from expertctl.train.data import check_answers, read_training_data
 
     if base is None:
         hint = "`expertctl base list` shows those that you have"
@@ -217,6 +217,7 @@ def train(
     settings = load_settings()
     key = load_private_key(settings, package.sign) if package.sign else None
     examples = read_training_data(data)
+    check_answers(examples, package.metric)
     _require_libraries()
     bases = BaseStore(settings.home.bases)
     resolved = resolve_base(base, settings, as_json=as_json)

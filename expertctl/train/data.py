@@ -20,8 +20,9 @@ from pathlib import Path
 from expertctl.digest import Digest
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.errors import InvalidPackageError
+from expertctl.package.evaluation import Metric, find_unfit_values
 from expertctl.schema.strict_json import JsonObject
-from expertctl.schema.validation import JsonLinesReader, read_json_lines
+from expertctl.schema.validation import MAX_PROBLEMS, JsonLinesReader, read_json_lines
 
 TEST_SHARE = HELD_OUT_SHARE = 0.1
 MIN_EXAMPLES = 20
@@ -117,6 +118,23 @@ def read_training_data(path: Path) -> TrainingData:
         duplicates=len(answered) - len(unique),
         empty=len(found) - len(answered),
     )
+
+
+def check_answers(data: TrainingData, metric: Metric) -> None:
+    """Require answers that a metric can compare, before training.
+
+    Raises:
+        InvalidPackageError: with the lines of the others.
+    """
+    problems = [
+        f"line {example.line}: {problem}"
+        for example in sorted((*data.train, *data.held_out, *data.test), key=lambda e: e.line)
+        for problem in find_unfit_values({"answer": example.answer}, metric)
+    ]
+    if problems:
+        shown = [*problems[:MAX_PROBLEMS], *(["… and more"] if problems[MAX_PROBLEMS:] else [])]
+        hint = f"leave out `--metric {metric}`, or correct the answers"
+        raise InvalidPackageError(str(data.path), shown, hint=hint)
 
 
 def _read_messages(document: JsonObject) -> tuple[ConversationMessage, ...]:
