@@ -200,7 +200,7 @@ def train(
     package: TrainedPackageFlags,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train an adapter on examples, measure it, and package it. The same command continues.
+    """Train an adapter on examples, measure it, and package it. After Ctrl-C, repeat the command.
 
     Example: expertctl train orders.jsonl --base Qwen/Qwen3-0.6B --minutes 30 --sign me
     """

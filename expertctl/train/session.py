@@ -212,10 +212,8 @@ def _describe_plan(trainer: Trainer, request: TrainingRequest, *, is_continued: 
     seconds = record.steps / trainer.steps_per_epoch * tokens / trainer.measured_speed
     wanted = options.epochs * trainer.steps_per_epoch
     limited = f", of {wanted} that take longer" if record.steps < wanted else ""
-    return (
-        f"{text}{limited}: about {max(1, round(seconds / 60))} min at "
-        f"{trainer.measured_speed:.0f} tokens/s"
-    )
+    expected = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f"{text}{limited}: about {expected} at {trainer.measured_speed:.0f} tokens/s"
 
 
 def _describe_end(record: TrainingRecord) -> str:
