@@ -138,9 +138,9 @@ class StepBar:
         self._text = text
         if self._as_json or not sys.stderr.isatty():
             if self._lines is None:
-                self._done = done - 1  # of a training that continues
+                self._done = done
                 self._lines = make_line_reporter(
-                    self._label, total - self._done, describe=lambda: f", {self._text}"
+                    self._label, total, before=done, describe=lambda: f", {self._text}"
                 )
             self._lines(done - self._done)
         else:
@@ -176,15 +176,17 @@ def make_line_reporter(
     *,
     clock: Callable[[], float] = time.monotonic,
     format_count: Callable[[int], str] = str,
+    before: int = 0,
     describe: Callable[[], str] = str,
 ) -> Progress:
     """Return a progress callback that prints a line at most every `LINE_SECONDS`.
 
-    After ten minutes, a line follows when another sixtieth of the elapsed time has passed. Each
-    line ends with what ``describe`` returns.
+    After ten minutes, a line follows when another sixtieth of the elapsed time has passed. So
+    many as ``before`` were done earlier, which tells nothing of the speed. Each line ends with what
+    ``describe`` returns.
     """
     start = printed_at = clock()
-    done = 0
+    done = before
 
     def report(count: int) -> None:
         nonlocal printed_at, done
@@ -194,7 +196,8 @@ def make_line_reporter(
         if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
             return
         printed_at = now
-        left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
+        seconds = spent / (done - before) * (total - done) if done > before else None
+        left = "" if seconds is None else f", about {_format_duration(seconds)} left"
         note(f"{label}: {format_count(done)} of {format_count(total)}{left}{describe()}")
 
     return report
