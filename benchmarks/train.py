@@ -120,7 +120,7 @@ def _collate(batch: Sequence[EncodedExample]) -> dict[str, Any]:
 
 def measure_speed(work: Workload, rounds: int) -> Row:
     """Measure steps of ours and of the plain script in turns, each on batches of its own order."""
-    from expertctl.train.model import open_training_base
+    from expertctl.train.base import open_training_base
     from expertctl.train.trainer import Trainer
 
     bases = BaseStore(work.folder / "home" / "bases")
@@ -239,7 +239,7 @@ def measure_full(work: Workload) -> list[Row]:
 
 
 def _train_plainly(work: Workload, steps: int) -> Path:
-    from expertctl.train.model import open_training_base
+    from expertctl.train.base import open_training_base
 
     bases = BaseStore(work.folder / "home" / "bases")
     [stored] = [base for base in bases.list_bases() if base.name == work.gguf.stem]

@@ -31,7 +31,9 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 COMPAT = {"transformers", "peft"}
-TRAINING = {f"expertctl.train.{name}" for name in ("checkpoint", "model", "session", "trainer")}
+TRAINING = {
+    f"expertctl.train.{name}" for name in ("base", "checkpoint", "model", "session", "trainer")
+}
 """What trains, and is imported only by commands that do."""
 SERVER = sorted((ROOT / "registry_server").rglob("*.py"))
 MODULES = sorted((ROOT / "expertctl").rglob("*.py"))

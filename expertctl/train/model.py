@@ -1,42 +1,24 @@
-"""A base in transformers, with an adapter of PEFT to train; its loss; the adapter's files.
+"""An adapter of PEFT on a base: its first values, its loss, and its files.
 
-A base that our own decoder runs is read by our own reader, also from GGUF and other quantised
-files, so the adapter is trained on the weights that it is used with. Any other base, and those
-whose files have names of their own, are loaded as for ``--engine transformers``.
-
-Everything is in evaluation mode: without dropout nothing depends on random numbers once the adapter
-has its first values.
+The model stays in evaluation mode: without dropout nothing depends on random numbers once the
+adapter has its first values.
 """
 
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertctl.engine.arrays import FloatArray
-from expertctl.engine.cpu.plain_weights import load_plain_weights
-from expertctl.engine.text.tokenizer import Tokenizer
-from expertctl.engine.torch.compat_base import (
-    build_model,
-    load_config,
-    load_model,
-    offline_transformers,
-    open_compat_base,
-)
+from expertctl.engine.torch.compat_base import offline_transformers
 from expertctl.errors import IncompatibleError
 from expertctl.files import write_atomic
-from expertctl.package.base_model import parse_foreign_config
-from expertctl.package.config_document import CONFIG_FILE, read_config_document
 from expertctl.package.directory import CONFIG_PATH, WEIGHTS_PATH
-from expertctl.package.model_config import ModelConfig, read_model_config
-from expertctl.store.base_record import StoredBase
-from expertctl.store.bases import BaseStore
 from expertctl.store.disk import disk_errors
+from expertctl.train.base import TrainingBase
 from expertctl.train.batches import EncodedExample
 from expertctl.train.options import TrainingOptions
 
@@ -45,73 +27,6 @@ _NOT_ADAPTED = frozenset({"lm_head", "embed_out", "gate", "router", "shared_expe
 _FEED_FORWARD = ("down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2")
 """Names of the last layer of an MLP, whose input IA³ scales."""
 _IA3_NAMES = ("k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", *_FEED_FORWARD)
-_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainingBase:
-    """A base in memory, without an adapter."""
-
-    stored: StoredBase
-    model: Any
-    """The model of transformers."""
-    tokenizer: Tokenizer
-    context: int
-    """Context length in tokens, answer included."""
-    dtype: str
-
-
-def choose_device(wanted: str | None) -> str:
-    """Return ``cuda`` where there is such a device, unless another one is wanted."""
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def choose_training_dtype(device: str) -> str:
-    """Return the dtype of the base: bf16 where the device multiplies such matrices natively."""
-    if device == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "float32"
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return "bf16" if found.get("amx_bf16") or found.get("avx512_bf16") else "float32"
-
-
-def open_training_base(
-    bases: BaseStore, stored: StoredBase, *, dtype: str, device: str
-) -> TrainingBase:
-    """Load a base, whose files must be those that were registered.
-
-    Raises:
-        BaseMismatchError: when they are not.
-        IncompatibleError: when the base cannot be trained here.
-        InvalidPackageError: when a file is malformed.
-    """
-    config = None if stored.foreign else read_model_config(stored.path)
-    if config is not None and config.stored_places.are_usual and config.experts is None:
-        bases.check(stored)
-        model = _load_native(stored, config, dtype)
-        tokenizer, context = Tokenizer.open(stored.path), config.max_positions
-    else:
-        opened = open_compat_base(bases, stored, dtype=dtype, rehash=False)
-        model, tokenizer, context = load_model(opened), opened.tokenizer, opened.context
-    return TrainingBase(stored, model.to(device), tokenizer, context, dtype)
-
-
-def _load_native(stored: StoredBase, config: ModelConfig, dtype: str) -> Any:
-    """Load the weights as our own decoder reads them."""
-    what = str(stored.path / CONFIG_FILE)
-    document = {
-        name: value
-        for name, value in read_config_document(stored.path).items()
-        if name not in {"quantization_config", "compression_config"}
-    }
-    parsed = parse_foreign_config(document, what=what)
-    weights = load_plain_weights(stored.path, config, dtype=dtype).tensors
-    tensors = {name: _copy_to_torch(numbers) for name, numbers in weights.items()}
-    return build_model(load_config(parsed, what), tensors, dtype=_DTYPES[dtype], name=stored.name)
-
-
-def _copy_to_torch(numbers: FloatArray) -> Tensor:
-    copied = torch.from_numpy(numbers.copy())  # ours are read-only
-    return copied.view(torch.bfloat16) if copied.dtype == torch.uint16 else copied
 
 
 def add_adapter(base: TrainingBase, options: TrainingOptions) -> Any:

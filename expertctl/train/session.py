@@ -20,6 +20,12 @@ from expertctl.settings import format_size
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.disk import disk_errors
+from expertctl.train.base import (
+    TrainingBase,
+    choose_device,
+    choose_training_dtype,
+    open_training_base,
+)
 from expertctl.train.batches import EncodedData, encode_data
 from expertctl.train.checkpoint import TrainingRecord
 from expertctl.train.data import TrainingData
@@ -29,15 +35,7 @@ from expertctl.train.draft import (
     write_test_data,
     write_training_manifest,
 )
-from expertctl.train.model import (
-    TrainingBase,
-    add_adapter,
-    choose_device,
-    choose_training_dtype,
-    list_trained,
-    open_training_base,
-    write_adapter,
-)
+from expertctl.train.model import add_adapter, list_trained, write_adapter
 from expertctl.train.options import Settings, TrainingOptions
 from expertctl.train.trainer import Report, Trainer
 

@@ -10,18 +10,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from expertctl.errors import IncompatibleError
+from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.store.bases import BaseStore
+from expertctl.train.base import TrainingBase, choose_training_dtype, open_training_base
 from expertctl.train.batches import EncodedExample
-from expertctl.train.model import (
-    TrainingBase,
-    add_adapter,
-    choose_training_dtype,
-    compute_loss,
-    find_linear_names,
-    list_trained,
-    open_training_base,
-)
+from expertctl.train.model import add_adapter, compute_loss, find_linear_names, list_trained
 from expertctl.train.options import TrainingOptions
 from tests.factories import write_base, write_tokenizer
 from tests.gguf_files import read_numbers, write_gguf
@@ -143,3 +136,15 @@ def test_bf16_is_used_where_the_processor_has_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
     assert choose_training_dtype("cpu") == dtype
+
+
+def test_a_base_that_does_not_fit_in_memory_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bases, stored = add_tiny_base(tmp_path)
+    monkeypatch.setattr("expertctl.train.base.find_available_bytes", lambda: 50_000)
+    monkeypatch.setattr("expertctl.train.base.load_plain_weights", None)
+    with pytest.raises(
+        BudgetError, match=r"training on tiny needs about .* and this process may use 50.0 kB"
+    ):
+        open_training_base(bases, stored, dtype="float32", device="cpu")
