@@ -140,7 +140,10 @@ class StepBar:
             if self._lines is None:
                 self._done = done
                 self._lines = make_line_reporter(
-                    self._label, total, before=done, describe=lambda: f", {self._text}"
+                    self._label,
+                    total,
+                    before=done,
+                    describe=lambda: self._text and f", {self._text}",
                 )
             self._lines(done - self._done)
         else:
@@ -165,9 +168,8 @@ class StepBar:
             self._task = self._bars.add_task(self._label, total=total)
             self._bars.start()
         assert self._task is not None
-        self._bars.update(
-            self._task, completed=done, total=total, description=f"{self._label}, {self._text}"
-        )
+        label = f"{self._label}, {self._text}" if self._text else self._label
+        self._bars.update(self._task, completed=done, total=total, description=label)
 
 
 def make_line_reporter(

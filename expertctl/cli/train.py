@@ -292,7 +292,13 @@ def _train(bases: BaseStore, request: "TrainingRequest", *, as_json: bool) -> "T
     from expertctl.train.session import train_adapter
     from expertctl.train.trainer import TrainingStoppedError
 
+    encoding = StepBar("encoding examples", as_json=as_json)
     bar, flag = StepBar("training", as_json=as_json), CancellationFlag()
+
+    def report_encoding(done: int, total: int) -> None:
+        encoding(done, total, "")
+        if done == total:
+            encoding.close()
 
     def report(progress: "TrainingProgress") -> None:
         text = f"loss {progress.loss:.3f}, held out {progress.held_out:.3f}"
@@ -305,15 +311,18 @@ def _train(bases: BaseStore, request: "TrainingRequest", *, as_json: bool) -> "T
                 bases,
                 request,
                 report=report,
+                report_encoding=report_encoding,
                 is_stopped=flag,
                 notify=note,
                 warn=lambda text: warn([text]),
             )
     except TrainingStoppedError as stopped:
+        encoding.close()
         bar.close()
         note(f"training continues from {request.folder.path} with the same command")
         raise KeyboardInterrupt from stopped
     finally:
+        encoding.close()
         bar.close()
 
 

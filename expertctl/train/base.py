@@ -5,7 +5,10 @@ files, so an adapter is trained on the weights that it is used with. Any other b
 files have names of their own, are loaded as for ``--engine transformers``.
 """
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +52,20 @@ class TrainingBase:
 def choose_device(wanted: str | None) -> str:
     """Return ``cuda`` where there is such a device, unless another one is wanted."""
     return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def use_exact_order(device: str) -> Iterator[None]:
+    """Let a CUDA device add numbers in one order where torch can; a processor does so anyway."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns_only)
 
 
 def choose_training_dtype(device: str) -> str:

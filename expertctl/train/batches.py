@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from expertctl.digest import Progress, ignore_progress
 from expertctl.engine.text.chat_template import encode_chat
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
@@ -76,8 +77,14 @@ class EncodedData:
         return (f"{self.too_long} examples of more than {self.context} tokens were left out",)
 
 
-def encode_data(tokenizer: Tokenizer, data: TrainingData, *, context: int) -> EncodedData:
-    """Encode the examples for training and for held-out loss.
+def encode_data(
+    tokenizer: Tokenizer,
+    data: TrainingData,
+    *,
+    context: int,
+    progress: Progress = ignore_progress,
+) -> EncodedData:
+    """Encode the examples for training and for held-out loss; ``progress`` gets 1 for each.
 
     Raises:
         InvalidPackageError: when an example cannot be encoded, with its line, or too few are left.
@@ -91,6 +98,7 @@ def encode_data(tokenizer: Tokenizer, data: TrainingData, *, context: int) -> En
     for part in (data.train, data.held_out):
         encoded: list[EncodedExample] = []
         for example in part:
+            progress(1)
             try:
                 found = encode_example(tokenizer, example, end=end)
             except ExpertError as error:

@@ -4,13 +4,12 @@ Everything that can be refused is refused before the first step: the adapter wit
 is checked as `build` checks it. Ctrl-C writes a checkpoint, and the same call continues from there.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from expertctl.errors import DiskFullError, Notify, UsageError
+from expertctl.errors import CountProgress, DiskFullError, Notify, UsageError, ignore_count
 from expertctl.files import hold_lock, make_folders, remove_tree
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.build import plan_build
@@ -25,6 +24,7 @@ from expertctl.train.base import (
     choose_device,
     choose_training_dtype,
     open_training_base,
+    use_exact_order,
 )
 from expertctl.train.batches import EncodedData, encode_data
 from expertctl.train.checkpoint import TrainingRecord
@@ -37,7 +37,7 @@ from expertctl.train.draft import (
 )
 from expertctl.train.model import add_adapter, list_trained, write_adapter
 from expertctl.train.options import Settings, TrainingOptions
-from expertctl.train.trainer import Report, Trainer
+from expertctl.train.trainer import Report, Trainer, TrainingStoppedError
 
 _SAVED_COPIES = 12
 """Files of the size of the adapter that are written: two checkpoints of four, and packages."""
@@ -81,23 +81,33 @@ def train_adapter(
     request: TrainingRequest,
     *,
     report: Report,
+    report_encoding: CountProgress = ignore_count,
     is_stopped: Callable[[], bool],
     notify: Notify,
     warn: Notify,
 ) -> TrainedAdapter:
-    """Train an adapter, or continue; `report` is called after every step.
+    """Train an adapter, or continue.
+
+    ``report_encoding`` gets how many of all examples are encoded, ``report`` is called after every
+    step. ``warn`` gets warnings about the examples.
 
     Raises:
         TrainingStoppedError: when ``is_stopped`` said so; the same call continues.
         ConflictError: when the folder has a training with other settings.
         ExpertError: for a base or examples that cannot be used, or a full disk.
     """
-    with _open_folder(request):
-        device = choose_device(request.device)
+    device = choose_device(request.device)
+    with _open_folder(request), use_exact_order(device):
         base = open_training_base(
             bases, request.base, dtype=choose_training_dtype(device), device=device
         )
-        data = _encode(base, request)
+
+        def count_encoded(done: int, total: int) -> None:
+            report_encoding(done, total)
+            if is_stopped():
+                raise TrainingStoppedError
+
+        data = _encode(base, request, count_encoded)
         for warning in (*request.data.warnings, *data.warnings):
             warn(warning)
         trainer = _make_trainer(base, data, request, device)
@@ -135,15 +145,21 @@ def _open_folder(request: TrainingRequest) -> Iterator[None]:
             yield
 
 
-def _encode(base: TrainingBase, request: TrainingRequest) -> EncodedData:
+def _encode(base: TrainingBase, request: TrainingRequest, report: CountProgress) -> EncodedData:
     taken = request.options.virtual_tokens if request.options.kind == "prompt" else 0
-    return encode_data(base.tokenizer, request.data, context=base.context - taken)
+    done, total = 0, len(request.data.train) + len(request.data.held_out)
+
+    def count(encoded: int) -> None:
+        nonlocal done
+        done += encoded
+        report(done, total)
+
+    return encode_data(base.tokenizer, request.data, context=base.context - taken, progress=count)
 
 
 def _make_trainer(
     base: TrainingBase, data: EncodedData, request: TrainingRequest, device: str
 ) -> Trainer:
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # products in one order
     return Trainer(
         add_adapter(base, request.options),
         data,
