@@ -36,6 +36,7 @@ from expertctl.store.bases import BaseStore
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import EvaluationResult
+    from expertctl.package.evaluation import Metric
     from expertctl.train.options import TrainingOptions
     from expertctl.train.session import TrainedAdapter, TrainingRequest
     from expertctl.train.trainer import TrainingProgress
@@ -204,37 +205,16 @@ def train(
 
     Example: expertctl train orders.jsonl --base Qwen/Qwen3-0.6B --minutes 30 --sign me
     """
-    from expertctl.train.data import check_answers, read_training_data
-
     if base is None:
         hint = "`expertctl base list` shows those that you have"
         raise UsageError("--base is missing: which model the adapter is for", hint=hint)
-    chosen, overrides = options.resolve(), package.parse(data)
-    assert overrides.name is not None
-    name = PackageName.parse(overrides.name).name
-    target = package.output or Path(f"{name}-{overrides.version}.expert")
-    check_target(target)
     settings = load_settings()
+    overrides = package.parse(data)
+    target = package.output or _name_package(overrides)
+    check_target(target)
     key = load_private_key(settings, package.sign) if package.sign else None
-    examples = read_training_data(data)
-    check_answers(examples, package.metric)
-    _require_libraries()
     bases = BaseStore(settings.home.bases)
-    resolved = resolve_base(base, settings, as_json=as_json)
-    assert resolved is not None
-    with show_progress("loading", None, as_json=as_json):
-        from expertctl.train.draft import TrainingFolder
-        from expertctl.train.session import TrainingRequest
-
-    request = TrainingRequest(
-        data=examples,
-        base=bases.find(resolved),
-        options=chosen,
-        folder=TrainingFolder.for_package(target),
-        overrides=overrides,
-        device=options.device,
-        restart=options.restart,
-    )
+    request = _make_request(data, base, options, package.metric, overrides, target, as_json=as_json)
     trained = _train(bases, request, as_json=as_json)
     plan, found = _measure(trained, package, target, as_json=as_json)
     with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
@@ -245,6 +225,8 @@ def train(
         print_message(line)
     if package.sign:
         warn_missing_grant(settings, package.sign, built.manifest.package)
+    if found is not None and found.expert.right_count <= found.base.right_count:
+        warn(["the expert is no better than the base on the test prompts"])
     document = {
         **build_built_document(built),
         "warnings": [*built.warnings, *doubts],
@@ -252,8 +234,45 @@ def train(
         "evaluation": [asdict(entry) for entry in plan.manifest.evaluation],
     }
     emit(document, format_built(built), as_json=as_json)
-    if found is not None and found.expert.right_count <= found.base.right_count:
-        warn(["the expert is no better than the base on the test prompts"])
+
+
+def _name_package(overrides: ManifestOverrides) -> Path:
+    assert overrides.name is not None
+    return Path(f"{PackageName.parse(overrides.name).name}-{overrides.version}.expert")
+
+
+def _make_request(
+    data: Path,
+    base: str,
+    options: TrainFlags,
+    metric: "Metric",
+    overrides: ManifestOverrides,
+    target: Path,
+    *,
+    as_json: bool,
+) -> "TrainingRequest":
+    """Read the examples and find the base; torch is imported last."""
+    from expertctl.train.data import check_answers, read_training_data
+
+    settings, chosen = load_settings(), options.resolve()
+    examples = read_training_data(data)
+    check_answers(examples, metric)
+    _require_libraries()
+    resolved = resolve_base(base, settings, as_json=as_json)
+    assert resolved is not None
+    with show_progress("loading", None, as_json=as_json):
+        from expertctl.train.draft import TrainingFolder
+        from expertctl.train.session import TrainingRequest
+
+    return TrainingRequest(
+        data=examples,
+        base=BaseStore(settings.home.bases).find(resolved),
+        options=chosen,
+        folder=TrainingFolder.for_package(target),
+        overrides=overrides,
+        device=options.device,
+        restart=options.restart,
+    )
 
 
 def build_training_document(trained: "TrainedAdapter") -> dict[str, object]:
@@ -330,8 +349,6 @@ def _measure(
     trained: "TrainedAdapter", package: TrainedPackageFlags, target: Path, *, as_json: bool
 ) -> "tuple[BuildPlan, EvaluationResult | None]":
     """Plan the package; with an evaluation, its result and what failed are in the manifest."""
-    from expertctl.train.draft import write_training_manifest
-
     request = trained.request
     folder, facts = request.folder, request.facts
     plan = plan_build(folder.adapter, request.overrides, base=facts)
@@ -342,14 +359,6 @@ def _measure(
     data = read_evaluation_data(folder.test, metric=package.metric)
     task = request.data.path.stem
     found = evaluate_plan(plan, data, task=task, output=target, as_json=as_json)
-    write_training_manifest(
-        folder,
-        request.overrides,
-        request.data,
-        base=facts,
-        longest_answer=trained.longest_answer,
-        training=trained.training,
-        result=found,
-    )
+    trained.write_manifest(found)
     plan = plan_build(folder.adapter, request.overrides, base=facts)
     return record_evaluation(plan, found, task=task), found

@@ -20,6 +20,7 @@ from expertctl.engine.text.chat_template import encode_chat
 from expertctl.engine.text.prompt import ConversationMessage
 from expertctl.engine.text.tokenizer import Tokenizer
 from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError
+from expertctl.schema.validation import MAX_PROBLEMS
 from expertctl.train.data import TrainingData, TrainingExample
 
 MAX_LENGTH = 4096
@@ -63,6 +64,8 @@ class EncodedData:
 
     train: tuple[EncodedExample, ...]
     held_out: tuple[EncodedExample, ...]
+    test_lines: frozenset[int]
+    """The lines of the test examples."""
     too_long: int
     context: int
     """Most tokens of an example."""
@@ -84,7 +87,9 @@ def encode_data(
     context: int,
     progress: Progress = ignore_progress,
 ) -> EncodedData:
-    """Encode the examples for training and for held-out loss; ``progress`` gets 1 for each.
+    """Encode all examples; ``progress`` gets 1 for each.
+
+    Those of the test are encoded to find now what would fail after training.
 
     Raises:
         InvalidPackageError: when an example cannot be encoded, with its line, or too few are left.
@@ -94,28 +99,29 @@ def encode_data(
     limit = min(context, MAX_LENGTH)
     problems: list[str] = []
     parts: list[tuple[EncodedExample, ...]] = []
-    too_long = 0
-    for part in (data.train, data.held_out):
+    for part in (data.train, data.held_out, data.test):
         encoded: list[EncodedExample] = []
         for example in part:
             progress(1)
             try:
-                found = encode_example(tokenizer, example, end=end)
+                encoded.append(encode_example(tokenizer, example, end=end))
             except ExpertError as error:
                 problems.append(f"line {example.line}: {error.message}")
-                continue
-            if len(found.ids) > limit:
-                too_long += 1
-            else:
-                encoded.append(found)
         parts.append(tuple(encoded))
     if problems:
-        raise InvalidPackageError(str(data.path), problems[:20])
-    if not all(parts):
+        raise InvalidPackageError(str(data.path), problems[:MAX_PROBLEMS])
+    train, held_out, test = (_select_fitting(part, limit) for part in parts)
+    too_long = sum(map(len, parts)) - len(train) - len(held_out) - len(test)
+    if not (train and held_out):
         problem = f"{too_long} examples have more than {limit} tokens; too few others are left"
         raise InvalidPackageError(str(data.path), [problem], hint="shorten the prompts")
-    longest = max(example.last_answer_tokens for part in parts for example in part)
-    return EncodedData(parts[0], parts[1], too_long, limit, longest)
+    longest = max(example.last_answer_tokens for example in (*train, *held_out))
+    lines = frozenset(example.line for example in test)
+    return EncodedData(train, held_out, lines, too_long, limit, longest)
+
+
+def _select_fitting(part: Sequence[EncodedExample], limit: int) -> tuple[EncodedExample, ...]:
+    return tuple(example for example in part if len(example.ids) <= limit)
 
 
 def find_turn_end(tokenizer: Tokenizer) -> int:

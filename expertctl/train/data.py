@@ -55,7 +55,7 @@ class TrainingExample:
     def position(self) -> float:
         """The hash of what precedes the last answer, in [0, 1); it decides the part."""
         turns = [[m.role, " ".join(m.content.casefold().split())] for m in self.messages[:-1]]
-        data = json.dumps(turns, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        data = json.dumps(turns, ensure_ascii=False).encode()
         return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / (1 << 48)
 
 

@@ -80,7 +80,7 @@ def write_test_data(folder: TrainingFolder, examples: Sequence[TrainingExample])
     ]
     text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     with disk_errors(folder.test):
-        write_atomic(folder.test, text.encode("utf-8", "surrogatepass"))
+        write_atomic(folder.test, text.encode())
     return len(rows)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
+from expertctl.engine.evaluation_result import EvaluationResult
 from expertctl.errors import CountProgress, DiskFullError, Notify, UsageError, ignore_count
 from expertctl.files import hold_lock, make_folders, remove_tree
 from expertctl.package.base_model import BaseFacts
@@ -75,6 +76,18 @@ class TrainedAdapter:
     test_prompts: int
     """How many prompts the test file has."""
 
+    def write_manifest(self, result: EvaluationResult | None = None) -> None:
+        """Write ``expert.json``; raises as `write_training_manifest`."""
+        write_training_manifest(
+            self.request.folder,
+            self.request.overrides,
+            self.request.data,
+            base=self.request.facts,
+            longest_answer=self.longest_answer,
+            training=self.training,
+            result=result,
+        )
+
 
 def train_adapter(
     bases: BaseStore,
@@ -111,7 +124,8 @@ def train_adapter(
         for warning in (*request.data.warnings, *data.warnings):
             warn(warning)
         trainer = _make_trainer(base, data, request, device)
-        test_prompts = write_test_data(request.folder, request.data.test)
+        fitting = [each for each in request.data.test if each.line in data.test_lines]
+        test_prompts = write_test_data(request.folder, fitting)
         _check_early(trainer, base, data, request)
         is_continued = trainer.start()
         notify(_describe_plan(trainer, request, is_continued=is_continued))
@@ -119,15 +133,9 @@ def train_adapter(
         notify(_describe_end(record))
         write_adapter(trainer.model, base, request.folder.adapter)
         training = _describe_training(record, request)
-        write_training_manifest(
-            request.folder,
-            request.overrides,
-            request.data,
-            base=request.facts,
-            longest_answer=data.longest_answer,
-            training=training,
-        )
-    return TrainedAdapter(request, record, data.longest_answer, training, test_prompts)
+        trained = TrainedAdapter(request, record, data.longest_answer, training, test_prompts)
+        trained.write_manifest()
+    return trained
 
 
 @contextmanager
@@ -147,14 +155,15 @@ def _open_folder(request: TrainingRequest) -> Iterator[None]:
 
 def _encode(base: TrainingBase, request: TrainingRequest, report: CountProgress) -> EncodedData:
     taken = request.options.virtual_tokens if request.options.kind == "prompt" else 0
-    done, total = 0, len(request.data.train) + len(request.data.held_out)
+    data = request.data
+    done, total = 0, len(data.train) + len(data.held_out) + len(data.test)
 
     def count(encoded: int) -> None:
         nonlocal done
         done += encoded
         report(done, total)
 
-    return encode_data(base.tokenizer, request.data, context=base.context - taken, progress=count)
+    return encode_data(base.tokenizer, data, context=base.context - taken, progress=count)
 
 
 def _make_trainer(

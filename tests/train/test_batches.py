@@ -141,6 +141,37 @@ def test_examples_longer_than_the_context_are_left_out_and_counted(
         encode_data(Tokenizer.open(folder), data, context=20)
 
 
+def test_test_examples_longer_than_the_context_are_left_out_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    path = write_examples(tmp_path / "data.jsonl")
+    test = {e.line for e in read_training_data(path).test}
+    lines = path.read_text().splitlines()
+    long = min(test)
+    row = json.loads(lines[long - 1])
+    lines[long - 1] = json.dumps({**row, "answer": "y" * 200})
+    write_rows(path, lines)
+    found = encode_data(Tokenizer.open(folder), read_training_data(path), context=100)
+    assert found.too_long == 1
+    assert found.test_lines == test - {long}
+
+
+def test_a_test_prompt_that_the_template_refuses_is_found_before_training(tmp_path: Path) -> None:
+    data = read_training_data(write_examples(tmp_path / "data.jsonl"))
+    refused = data.test[0]
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    check = (
+        f"{{% if messages[0]['content'] == '{refused.prompt}' %}}{{{{ raise_exception('no') }}}}"
+    )
+    config["chat_template"] = f"{check}{{% endif %}}{config['chat_template']}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidPackageError) as caught:
+        encode_data(Tokenizer.open(tmp_path), data, context=100)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"line {refused.line}: the chat template does not accept")
+
+
 def make_encoded(*lengths: int) -> list[EncodedExample]:
     return [
         EncodedExample(line, tuple(range(length)), ((length - 2, length),))
