@@ -229,7 +229,7 @@ def train(
         warn(["the expert is no better than the base on the test prompts"])
     document = {
         **build_built_document(built),
-        "warnings": [*built.warnings, *doubts],
+        "warnings": [*trained.warnings, *built.warnings, *doubts],
         "training": build_training_document(trained),
         "evaluation": [asdict(entry) for entry in plan.manifest.evaluation],
     }

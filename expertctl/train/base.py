@@ -25,9 +25,10 @@ from expertctl.engine.torch.compat_base import (
     load_model,
     open_compat_base,
 )
-from expertctl.errors import BudgetError
+from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.base_model import parse_foreign_config
 from expertctl.package.config_document import CONFIG_FILE, read_config_document
+from expertctl.package.gguf_codec import GGUF_TABLE
 from expertctl.package.model_config import ModelConfig, read_model_config
 from expertctl.settings import format_size
 from expertctl.store.base_record import StoredBase
@@ -94,6 +95,13 @@ def open_training_base(
         _require_memory(stored.name, config.count_weight_bytes(itemsize=itemsize), device)
         model = _load_native(stored, config, dtype)
         tokenizer, context = Tokenizer.open(stored.path), config.max_positions
+    elif (stored.path / GGUF_TABLE).is_file():
+        assert config is not None, "no other base is read from GGUF"
+        raise IncompatibleError(
+            f"{stored.name} cannot be trained: GGUF files of {config.architecture} with other "
+            "names or routed experts are not given to transformers",
+            hint="use the model's folder with safetensors",
+        )
     else:
         opened = open_compat_base(bases, stored, dtype=dtype, rehash=False)
         _require_memory(stored.name, opened.weight_bytes, device)

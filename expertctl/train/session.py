@@ -75,6 +75,8 @@ class TrainedAdapter:
     """What the manifest says of the training."""
     test_prompts: int
     """How many prompts the test file has."""
+    warnings: tuple[str, ...] = ()
+    """About the examples."""
 
     def write_manifest(self, result: EvaluationResult | None = None) -> None:
         """Write ``expert.json``; raises as `write_training_manifest`."""
@@ -121,7 +123,8 @@ def train_adapter(
                 raise TrainingStoppedError
 
         data = _encode(base, request, count_encoded)
-        for warning in (*request.data.warnings, *data.warnings):
+        warnings = (*request.data.warnings, *data.warnings)
+        for warning in warnings:
             warn(warning)
         trainer = _make_trainer(base, data, request, device)
         fitting = [each for each in request.data.test if each.line in data.test_lines]
@@ -133,7 +136,9 @@ def train_adapter(
         notify(_describe_end(record))
         write_adapter(trainer.model, base, request.folder.adapter)
         training = _describe_training(record, request)
-        trained = TrainedAdapter(request, record, data.longest_answer, training, test_prompts)
+        trained = TrainedAdapter(
+            request, record, data.longest_answer, training, test_prompts, warnings
+        )
         trained.write_manifest()
     return trained
 

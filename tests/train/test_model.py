@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from expertctl.errors import BudgetError, IncompatibleError
+from expertctl.package.stored_layout import StoredPlaces
 from expertctl.store.bases import BaseStore
 from expertctl.train.base import TrainingBase, choose_training_dtype, open_training_base
 from expertctl.train.batches import EncodedExample
@@ -148,3 +155,34 @@ def test_a_base_that_does_not_fit_in_memory_is_refused_before_it_is_loaded(
         BudgetError, match=r"training on tiny needs about .* and this process may use 50.0 kB"
     ):
         open_training_base(bases, stored, dtype="float32", device="cpu")
+
+
+def test_a_gguf_file_whose_matrices_transformers_has_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_base(tmp_path / "tiny", arch="qwen3", intermediate=64)
+    file = write_gguf(tmp_path / "tiny.gguf", source)
+    monkeypatch.setattr(StoredPlaces, "are_usual", False)
+    with pytest.raises(IncompatibleError, match="tiny cannot be trained: GGUF") as caught:
+        add_file(tmp_path, file)
+    assert "safetensors" in caught.value.hint
+
+
+def test_a_base_with_fused_matrices_is_loaded_as_transformers_does(tmp_path: Path) -> None:
+    config = Phi3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=259,
+        pad_token_id=0,
+        max_position_embeddings=512,
+    )
+    model: Any = Phi3ForCausalLM(config)
+    model.save_pretrained(tmp_path / "phi3")
+    write_tokenizer(tmp_path / "phi3")
+    found = add_file(tmp_path, tmp_path / "phi3").model
+    assert find_linear_names(found) == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    expected = model.state_dict()
+    assert all(torch.equal(w, expected[name]) for name, w in found.state_dict().items())
