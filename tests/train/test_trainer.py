@@ -302,10 +302,23 @@ class TestEndOfTraining:
         for name, weight in read_weights(trained).items():
             assert torch.equal(weight, best[name])
 
-    def test_training_ends_when_the_time_is_up(self, workplace: Workplace) -> None:
+    def test_training_ends_when_the_time_is_up(
+        self, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(training.Trainer, "_measure_step", lambda self: 1e-9)
+        options = replace(OPTIONS, steps=None, epochs=900, minutes=1e-6)
+        record = workplace.train(options=options).record
+        assert (record.step, record.ended) == (1, "time")
+        assert record.steps > 1
+        assert workplace.said[-1].startswith("trained 1 of ")
+
+    def test_a_time_that_is_too_short_for_an_epoch_allows_one_step(
+        self, workplace: Workplace
+    ) -> None:
         options = replace(OPTIONS, steps=None, epochs=900, minutes=1e-6)
         record = workplace.train(options=options).record
         assert (record.steps, record.step, record.ended) == (1, 1, "steps")
+        assert "tokens/s" in workplace.said[0]
 
     def test_a_loss_that_is_not_finite_is_an_error(self, workplace: Workplace) -> None:
         with pytest.raises(IncompatibleError, match="the loss is not finite") as caught:
