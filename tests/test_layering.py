@@ -24,12 +24,17 @@ LAYERS = (
     {"routing"},
     {"install"},
     {"engine"},
+    {"train"},
     {"server"},
     {"cli"},
     {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 COMPAT = {"transformers", "peft"}
+TRAINING = {
+    f"expertctl.train.{name}" for name in ("base", "checkpoint", "model", "session", "trainer")
+}
+"""What trains, and is imported only by commands that do."""
 SERVER = sorted((ROOT / "registry_server").rglob("*.py"))
 MODULES = sorted((ROOT / "expertctl").rglob("*.py"))
 
@@ -97,10 +102,11 @@ def test_a_module_imports_only_earlier_stages() -> None:
 
 
 def needs_torch(module: str) -> bool:
-    return f"{module}.".startswith("expertctl.engine.torch.")
+    named = {module, module.rpartition(".")[0]}  # also what is imported from a module
+    return f"{module}.".startswith("expertctl.engine.torch.") or not named.isdisjoint(TRAINING)
 
 
-def test_only_one_folder_of_the_engine_imports_torch() -> None:
+def test_only_one_folder_of_the_engine_and_training_import_torch() -> None:
     def heavy(path: Path) -> set[str]:
         allowed = needs_torch(module_name(path))
         return set() if allowed else libraries(imported(path)) & {"torch", *COMPAT}
@@ -128,9 +134,10 @@ def test_a_process_without_torch_has_the_whole_engine_of_a_processor() -> None:
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:
+def test_only_the_compat_engine_and_training_import_what_replaces_our_own() -> None:
     def heavy(path: Path) -> set[str]:
         compat = module_name(path).startswith("expertctl.engine.torch.compat_")
+        compat |= module_name(path) == "expertctl.train.model"
         return set() if compat else libraries(imported(path)) & COMPAT
 
     assert offenders(MODULES, heavy) == {}
@@ -187,6 +194,7 @@ def test_stages_are_in_the_order_of_the_design() -> None:
         "routing",
         "install",
         "engine",
+        "train",
         "server",
         "cli",
     ]

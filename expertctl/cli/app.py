@@ -63,6 +63,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "lock": ("dependencies:lock", "Write expert.lock for the experts.toml in this folder"),
     },
     "Make": {
+        "train": ("train:train", "Train an adapter on examples, measure it, and package it"),
         "init": ("packages:init", "Write a draft of expert.json beside an adapter"),
         "build": ("packages:build", "Check an adapter directory and package it"),
         "eval": ("evaluation:evaluate", "Measure an expert against its base, or routing"),

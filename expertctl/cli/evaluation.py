@@ -373,17 +373,23 @@ def measure_build(
     plan: BuildPlan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
 ) -> BuildPlan:
     """Return a planned build with an evaluation entry: the scores of its expert and of its base."""
+    check_cpu_only(load_settings(), "the evaluation of a build")
+    found = evaluate_plan(plan, data, task=task, output=output, as_json=as_json)
+    return record_evaluation(plan, found, task=task)
+
+
+def evaluate_plan(
+    plan: BuildPlan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
+) -> "EvaluationResult":
+    """Measure a planned build on the processor; print warnings about its answers."""
     from expertctl.package.build import add_evaluation, choose_build_date
-    from expertctl.package.evaluation import describe_evaluation
 
     with guard_engine_import(as_json=as_json):
         from expertctl.engine.evaluation import evaluate_build
 
-    settings = load_settings()
-    check_cpu_only(settings, "the evaluation of a build")
-    named, date = task or data.path.stem, choose_build_date()
+    settings, named = load_settings(), task or data.path.stem
     add_evaluation(
-        plan, _build_evaluation_entry(named, data, base=0.0, expert=0.0, date=date)
+        plan, _build_evaluation_entry(named, data, base=0.0, expert=0.0, date=choose_build_date())
     )  # else refused late
     planner = open_planner(settings, as_json=as_json)
     with show_counter("evaluating", 2 * len(data.samples), as_json=as_json) as report:
@@ -397,9 +403,17 @@ def measure_build(
             notify=note,
         )
     warn((*data.warnings, *find_answer_warnings(found)))
-    entry = _build_evaluation_entry(
-        named, data, base=found.base.share, expert=found.expert.share, date=date
-    )
+    return found
+
+
+def record_evaluation(plan: BuildPlan, found: "EvaluationResult", *, task: str | None) -> BuildPlan:
+    """Return a planned build with the entry of an evaluation, which is printed."""
+    from expertctl.package.build import add_evaluation, choose_build_date
+    from expertctl.package.evaluation import describe_evaluation
+
+    data, named = found.data, task or found.data.path.stem
+    scores = {"base": found.base.share, "expert": found.expert.share}
+    entry = _build_evaluation_entry(named, data, date=choose_build_date(), **scores)
     note(f"measured {named}: {describe_evaluation(entry)}")
     return add_evaluation(plan, entry)
 

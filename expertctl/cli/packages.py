@@ -202,7 +202,7 @@ def build(
     directory, overrides = locate_adapter(
         adapter, overrides, settings, allows_pickle=allow_pickle, as_json=as_json
     )
-    key = _load_private_key(settings, sign) if sign else None
+    key = load_private_key(settings, sign) if sign else None
     if task is not None and evaluate is None:
         raise UsageError("--task names what --eval measures", hint="add --eval DATA")
     samples = read_evaluation_data(evaluate, metric=metric) if evaluate is not None else None
@@ -226,12 +226,12 @@ def build(
         plan = replace(plan, notes=(*source.notes, *plan.notes))
         with show_progress("packing", 2 * plan.size, as_json=as_json) as report:
             built = building.build_package(plan, target, key=key, level=level, progress=report)
-    _print_build_notes(built)
-    doubts_of_router = _find_routing_warnings(settings, plan)
+    print_build_notes(built)
+    doubts_of_router = find_routing_warnings(settings, plan)
     for line in doubts_of_router:
         print_message(line)
     if sign:
-        _warn_missing_grant(settings, sign, built.manifest.package)
+        warn_missing_grant(settings, sign, built.manifest.package)
     document = {**build_built_document(built), "warnings": [*built.warnings, *doubts_of_router]}
     emit(document, format_built(built), as_json=as_json)
 
@@ -251,10 +251,10 @@ def sign(
     Example: expertctl sign my.expert --key me
     """
     settings = load_settings()
-    private = _load_private_key(settings, key)
+    private = load_private_key(settings, key)
     with show_reading_progress("signing", file, as_json=as_json) as report:
         contents = sign_package(file, private, progress=report)
-    _warn_missing_grant(settings, key, contents.manifest.package)
+    warn_missing_grant(settings, key, contents.manifest.package)
     document = {**build_contents_document(contents, file), "signer": private.public.key_id}
     emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
 
@@ -312,7 +312,8 @@ def _parse_expected(target: str) -> Reference | None:
     return wanted if isinstance(wanted, Reference) else None
 
 
-def _load_private_key(settings: Settings, name: str) -> PrivateKey:
+def load_private_key(settings: Settings, name: str) -> PrivateKey:
+    """Return one of the user's keys by name; raises as `PublisherIdentity.read_signing_key`."""
     home = settings.home
     return PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust)).read_signing_key(name)
 
@@ -323,7 +324,7 @@ def _note_shortened_name(directory: Path, overrides: ManifestOverrides) -> None:
         note(shortened)
 
 
-def _warn_missing_grant(settings: Settings, name: str, package: PackageName) -> None:
+def warn_missing_grant(settings: Settings, name: str, package: PackageName) -> None:
     """Warn that a key signs for a namespace that it is not trusted for on this machine."""
     home, namespace = settings.home, package.namespace
     keys = PublisherIdentity(KeyRing(home.keys), TrustStore(home.trust)).list_keys()
@@ -332,7 +333,7 @@ def _warn_missing_grant(settings: Settings, name: str, package: PackageName) -> 
         warn([f"your key {name} is not trusted for {namespace}/* here; {grant} changes that"])
 
 
-def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[str]:
+def find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list[str]:
     """Return reasons why the router may not choose an expert, here or where others install it."""
     from expertctl.install.publication import find_own_packages
     from expertctl.routing.encoder import open_encoder
@@ -352,13 +353,17 @@ def _find_routing_warnings(settings: Settings, plan: building.BuildPlan) -> list
     try:
         home = settings.home
         index = RoutingIndex(home.root, open_encoder(settings.encoder, home=home))
-        own = find_own_packages(Store(home.store).list_experts(), KeyRing(home.keys))
-        return [*found, *advise_publisher(manifest, preview_flags(manifest, index, own=own))]
+        installed = Store(home.store).list_experts()
+        own = find_own_packages(installed, KeyRing(home.keys))
+        among = {expert.content_digest for expert in installed}
+        flags = preview_flags(manifest, index, own=own, among=among)
+        return [*found, *advise_publisher(manifest, flags)]
     except ExpertError:  # the index or its encoder cannot be read, as `doctor` says
         return found
 
 
-def _print_build_notes(built: building.BuildResult) -> None:
+def print_build_notes(built: building.BuildResult) -> None:
+    """Print the warnings and notes about a package that was written."""
     warn(built.warnings)
     for line in built.notes:
         note(line)

@@ -121,19 +121,74 @@ def show_counter(label: str, total: int, *, as_json: bool) -> Iterator[Progress]
         yield report
 
 
+class StepBar:
+    """The progress of steps, with a text that changes, such as the loss of a training."""
+
+    def __init__(self, label: str, *, as_json: bool) -> None:
+        """Show nothing before the first step, which tells how many there are."""
+        self._label, self._as_json, self._text, self._done = label, as_json, "", 0
+        self._bars: Bars | None = None
+        self._task: TaskID | None = None
+        self._lines: Progress | None = None
+
+    def __call__(self, done: int, total: int, text: str) -> None:
+        """Show that ``done`` of ``total`` steps are done."""
+        if VERBOSITY.is_quiet:
+            return
+        self._text = text
+        if self._as_json or not sys.stderr.isatty():
+            if self._lines is None:
+                self._done = done
+                self._lines = make_line_reporter(
+                    self._label,
+                    total,
+                    before=done,
+                    describe=lambda: self._text and f", {self._text}",
+                )
+            self._lines(done - self._done)
+        else:
+            self._show(done, total)
+        self._done = done
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _show(self, done: int, total: int) -> None:
+        if self._bars is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bars
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            console = Console(stderr=True)
+            self._bars = Bars(*columns, TimeRemainingColumn(), console=console, transient=True)
+            self._task = self._bars.add_task(self._label, total=total)
+            self._bars.start()
+        assert self._task is not None
+        label = f"{self._label}, {self._text}" if self._text else self._label
+        self._bars.update(self._task, completed=done, total=total, description=label)
+
+
 def make_line_reporter(
     label: str,
     total: int,
     *,
     clock: Callable[[], float] = time.monotonic,
     format_count: Callable[[int], str] = str,
+    before: int = 0,
+    describe: Callable[[], str] = str,
 ) -> Progress:
     """Return a progress callback that prints a line at most every `LINE_SECONDS`.
 
-    After ten minutes, a line follows when another sixtieth of the elapsed time has passed.
+    After ten minutes, a line follows when another sixtieth of the elapsed time has passed. So
+    many as ``before`` were done earlier, which tells nothing of the speed. Each line ends with what
+    ``describe`` returns.
     """
     start = printed_at = clock()
-    done = 0
+    done = before
 
     def report(count: int) -> None:
         nonlocal printed_at, done
@@ -143,8 +198,9 @@ def make_line_reporter(
         if now - printed_at < max(LINE_SECONDS, spent / _MAX_LINES) or done >= total:
             return
         printed_at = now
-        left = f", about {_format_duration(spent / done * (total - done))} left" if done else ""
-        note(f"{label}: {format_count(done)} of {format_count(total)}{left}")
+        seconds = spent / (done - before) * (total - done) if done > before else None
+        left = "" if seconds is None else f", about {_format_duration(seconds)} left"
+        note(f"{label}: {format_count(done)} of {format_count(total)}{left}{describe()}")
 
     return report
 

@@ -234,14 +234,15 @@ def _parse_samples(what: str, data: bytes, metric: Metric) -> tuple[EvaluationSa
     lines = JsonLinesReader(what, schema="evaluation-sample", hint=_HINT)
     samples: list[EvaluationSample] = []
     for number, document in lines.read(data):
-        lines.add_problems(number, *_find_unfit_values(document, metric))
+        lines.add_problems(number, *find_unfit_values(document, metric))
         samples.append(convert_document({**document, "line": number}, EvaluationSample))
     lines.check_duplicate_ids((sample.line, sample.id) for sample in samples)
     lines.raise_problems()
     return tuple(samples)
 
 
-def _find_unfit_values(document: JsonObject, metric: Metric) -> tuple[str, ...]:
+def find_unfit_values(document: JsonObject, metric: Metric) -> tuple[str, ...]:
+    """Return why the answer of a sample is none for a metric; empty if it is one."""
     if metric == "json":
         try:
             _parse_json(str(document["answer"]))

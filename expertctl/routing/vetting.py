@@ -203,16 +203,26 @@ def _became_own(verdict: PackageVerdict, own: Collection[Digest]) -> bool:
 
 
 def preview_flags(
-    manifest: Manifest, index: RoutingIndex, *, own: Collection[Digest] = NO_EXPERTS
+    manifest: Manifest,
+    index: RoutingIndex,
+    *,
+    own: Collection[Digest] = NO_EXPERTS,
+    among: Collection[Digest] | None = None,
 ) -> tuple[Flag, ...]:
     """Return the flags that a package would get if somebody else installed it; nothing is stored.
 
-    It is not compared with the user's own packages, which others do not have.
+    It is not compared with the user's own packages, which others do not have, and with ``among``
+    only with those: the index also has the vectors of files that were run or measured, such as an
+    earlier build of the same package.
     """
     suspicions = open_suspicions(index)
     names = {verdict.name for verdict in suspicions.find_verdicts(own).values()}
     vetting = VettingRound(suspicions, index, pending={})
     vetting.others[index.find_positions(own)] = False
+    if among is not None:
+        compared = np.zeros_like(vetting.others)
+        compared[index.find_positions(among)] = True
+        vetting.others &= compared
     return vetting.vet_unindexed(manifest, _KnownWithout(suspicions, names))
 
 

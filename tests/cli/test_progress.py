@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from expertctl.cli import progress
 from expertctl.cli.progress import (
+    StepBar,
     _build_amount_column,
     make_line_reporter,
     show_download,
@@ -185,3 +187,44 @@ def test_a_bar_of_the_prompt_takes_the_place_of_that_of_loading(
     assert "700 of 700" in last
     with show_loading("loading", as_json=True) as silent:
         silent.report_reading(0, 700)
+
+
+def test_steps_that_were_done_before_say_nothing_of_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    report = make_line_reporter(
+        "training", 100, clock=lambda: now, before=60, describe=lambda: ", loss 0.500"
+    )
+    now = 10.0
+    report(10)
+    said = capsys.readouterr().err
+    assert said == "training: 70 of 100, about 30 s left, loss 0.500\n"
+
+
+def test_steps_are_lines_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    bar = StepBar("training", as_json=False)
+    for step in (41, 42, 43):
+        bar(step, 50, f"loss {step / 100}")
+    bar.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub("about .* left", "…", line) for line in lines] == [
+        "training: 41 of 50, loss 0.41",
+        "training: 42 of 50, …, loss 0.42",
+        "training: 43 of 50, …, loss 0.43",
+    ]
+
+
+def test_steps_are_a_bar_with_its_text_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = StepBar("training", as_json=False)
+    bar(41, 50, "loss 0.41")
+    bar(42, 50, "loss 0.42")
+    bar.close()
+    shown = stream.getvalue()
+    assert "training, loss 0.42" in shown
+    assert "42/50" in shown

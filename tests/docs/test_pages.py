@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 STAGES = "cli|engine|install|package|registry|routing|schema|store|trust"
 LONG = {
-    *("tutorial.md", "evaluate.md", "evaluate-routing.md", "measure.md"),
+    *("tutorial.md", "evaluate.md", "evaluate-routing.md", "measure.md", "train.md"),
     *("tutorial-registry.md", "install-from-a-registry.md", "serve.md"),
 }
 """These train, or measure, for half a minute and more, or run servers."""

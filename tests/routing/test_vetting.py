@@ -221,6 +221,15 @@ def test_advice_does_not_compare_with_ones_own_packages(index: RoutingIndex) -> 
     assert preview_flags(published, index, own={make_content_digest(SQL.ref)}) == ()
 
 
+def test_advice_does_not_compare_with_files_that_were_only_run(index: RoutingIndex) -> None:
+    earlier = make_manifest("me/sql", description="Writes queries.", examples=EXAMPLES)
+    index.add(experts(earlier))
+    again = make_manifest("me/sql", description="Writes queries for tables.", examples=EXAMPLES)
+    assert preview_flags(again, index) != ()
+    assert preview_flags(again, index, among=set()) == ()
+    assert preview_flags(again, index, among=experts(earlier)) != ()
+
+
 @pytest.mark.skipif(MINILM is None, reason="needs the weights of MiniLM")
 def test_a_style_expert_of_ones_own_is_only_advised_of(tmp_path: Path) -> None:
     """What a style expert is for is no subject, so its examples are about everything."""

@@ -127,7 +127,7 @@ def open_compat_base(
     foreign = parse_foreign_config(read_config_document(stored.path), what=what)
     tensors = read_foreign_tensors(stored.path)
     _check_layer_count(foreign, len(tensors), what)
-    config = _load_config(foreign, what)
+    config = load_config(foreign, what)
     sizes = _read_dimensions(config, what)
     tokenizer = Tokenizer.open(stored.path)
     return CompatBase(stored, config, sizes, tensors, tokenizer, parse_torch_dtype(dtype))
@@ -139,15 +139,24 @@ def load_model(base: CompatBase) -> Any:
     Raises:
         InvalidPackageError: when they do not match the configuration.
     """
-    name = base.stored.name
-    with _offline_transformers():
+    tensors = _read_tensors(base.tensors)
+    return build_model(base.config, tensors, dtype=base.dtype, name=base.stored.name)
+
+
+def build_model(config: Any, tensors: dict[str, Tensor], *, dtype: torch.dtype, name: str) -> Any:
+    """Return a model of transformers with these weights, none of which is trained.
+
+    Raises:
+        InvalidPackageError: when they do not match the configuration.
+    """
+    with offline_transformers():
         try:
-            model, found = _find_model_class(base.config, name).from_pretrained(
+            model, found = _find_model_class(config, name).from_pretrained(
                 None,
-                config=base.config,
-                state_dict=_read_tensors(base.tensors),
-                dtype=base.dtype,
-                attn_implementation="sdpa" if _supports_sdpa(base.config, name) else "eager",
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation="sdpa" if _supports_sdpa(config, name) else "eager",
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -168,8 +177,9 @@ def _find_context_length(config: Any) -> int | None:
     return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
 
 
-def _load_config(config: ForeignConfig, what: str) -> Any:
-    with _offline_transformers():
+def load_config(config: ForeignConfig, what: str) -> Any:
+    """Return the configuration object of transformers; raises as `open_compat_base`."""
+    with offline_transformers():
         from transformers import CONFIG_MAPPING
 
         if config.architecture not in CONFIG_MAPPING:
@@ -252,7 +262,7 @@ def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _offline_transformers() -> Iterator[None]:
+def offline_transformers() -> Iterator[None]:
     """Import and use transformers without terminal output and without the network.
 
     Raises:

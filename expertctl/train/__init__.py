@@ -1,0 +1,1 @@
+"""Training: from examples to an adapter directory that `build` packages."""
