@@ -24,7 +24,13 @@ from expertctl.routing.features import PromptFeatures
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.manifest_lint import COPY_FLAGS
 from expertctl.routing.request import RouteRequest, list_unapplied, read_base_sampling
-from expertctl.routing.reranker import LARGE_RERANK, RerankScores, rerank, rerank_all
+from expertctl.routing.reranker import (
+    LARGE_RERANK,
+    NO_BACKGROUND,
+    RerankScores,
+    rerank,
+    rerank_all,
+)
 from expertctl.routing.score import (
     DEFAULT_SUCCESS_RATE,
     THRESHOLD,
@@ -151,8 +157,12 @@ def _rerank_contenders(
     if joining:
         contenders = _select_closest(eligible, contenders)
     query = encoded.rerank_rows[0]
+    background = index.background
     scores = (rerank_all if joining else rerank)(
-        eligible.rerank_table, eligible.rerank_positions[contenders], query
+        eligible.rerank_table,
+        eligible.rerank_positions[contenders],
+        query,
+        background=NO_BACKGROUND if background is None else background.rerank_rows,
     )
     compared = contenders[: len(scores)].tolist()
     _correct_catch_alls(eligible, compared, scores, query)

@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, StoreError
-from expertctl.routing.encoder import Encoder, ExpertTexts
-from expertctl.routing.reranker import (
+from expertctl.routing.background import compute_background_digest, load_background
+from expertctl.routing.calibration import (
     CALIBRATION_FILE,
     NO_EVIDENCE,
     PRIORS,
@@ -32,6 +32,7 @@ from expertctl.routing.reranker import (
     read_calibration,
     write_calibration,
 )
+from expertctl.routing.encoder import Encoder, ExpertTexts
 from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles, describe_vector_damage
 from expertctl.routing.vector_search import (
     GRAPH_ROWS,
@@ -197,6 +198,8 @@ class RoutingIndex:
         self._searching = VectorSearcher(folder)
         self._calibration: Calibration | None = None
         self._last: tuple[str, EncodedTexts] | None = None
+        self._background: EncodedTexts | None = None
+        self._has_background = True
 
     def add(self, experts: ManifestsByDigest) -> None:
         """Encode the experts that have no vectors yet, and publish them if possible."""
@@ -263,6 +266,14 @@ class RoutingIndex:
             self._calibrate()
         assert self._calibration is not None, "`_calibrate` sets it"
         return self._calibration
+
+    @property
+    def background(self) -> EncodedTexts | None:
+        """The rows of texts that are for no expert; None if the encoder does not use them."""
+        if self._background is None and self._has_background:
+            self._background = load_background(self.folder, self.encoder)
+            self._has_background = self._background is not None
+        return self._background
 
     @property
     def table(self) -> VectorTable:
@@ -351,20 +362,27 @@ class RoutingIndex:
     def _calibrate(self) -> None:
         """Recalibrate if the number of experts has changed much since the last calibration."""
         path = self.folder / CALIBRATION_FILE
-        before = self._calibration or read_calibration(path, encoder=self.encoder.stamp)
+        before = self._calibration or read_calibration(path, encoder=self.calibration_key)
         if before is not None and before.is_fresh(int(self.table.alive.sum())):
             self._calibration = before
         else:
             self._recalibrate()
 
+    @property
+    def calibration_key(self) -> str:
+        """What a stored calibration depends on besides the experts."""
+        return f"{self.encoder.stamp} {compute_background_digest()}"
+
     def _recalibrate(self) -> None:
         prior, experts = PRIORS[self.encoder.name], int(self.table.alive.sum())
         found = (
-            collect_evidence(self.table, self.rerank_table, self.search) if experts else NO_EVIDENCE
+            collect_evidence(self.table, self.rerank_table, self.search, background=self.background)
+            if experts
+            else NO_EVIDENCE
         )
         self._calibration = fit_calibration(found, prior, experts=experts)
         path = self.folder / CALIBRATION_FILE
-        write_calibration(path, self._calibration, encoder=self.encoder.stamp)
+        write_calibration(path, self._calibration, encoder=self.calibration_key)
 
 
 def _check_store(store: VectorStore) -> None:

@@ -6,28 +6,17 @@ there is nothing to train: an expert counts as soon as its rows exist. A few can
 first, and more if the result is unclear. Experts whose texts are as close to each other as to their
 own form one group; the reranker does not choose within a group.
 
-Calibration maps the reranker's evidence to a score, of which 0.5 is enough. The examples of the
-installed experts are replayed as prompts. With the example's own row excluded, they show the
-evidence of a prompt that belongs to an expert; with its whole expert left out, the evidence of one
-that belongs to none. No other text is needed. The threshold rejects three in a hundred of the
-correctly answered examples (split conformal prediction: Vovk, Gammerman and Shafer, 2005), or fewer
-if that still rejects nine in ten of those without an expert. The score is the posterior of two
-normal distributions with equal variance, at the odds that put 0.5 at that threshold.
+The background, rows of everyday texts that are for no expert, competes as one more group, which is
+never chosen. It takes part with the rows closest to the prompt, without those that are about as
+close to a text of a candidate as a paraphrase: what an expert is for is no background.
 """
 
-import json
-import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
-from expertctl.files import write_atomic
-from expertctl.routing.vector_table import Mask, Rows, SearchHits, Vectors, VectorTable
+from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
 
 KERNEL_WIDTH = 2.0
 """The kernel of two unit rows is ``exp(WIDTH * (cosine - 1))``: a Gaussian of their distance."""
@@ -41,6 +30,10 @@ SIMILARITY_ROWS = 3
 """The similarity is the mean cosine of this many rows of an expert."""
 _MISSING_COSINE = -2
 """The cosine of a missing row."""
+BACKGROUND_ROWS = 6
+"""Most rows of the background that are compared with a prompt."""
+MAX_BACKGROUND_COSINE = 0.8
+"""The largest cosine of a row of the background to one of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +79,38 @@ class RerankScores:
 NO_SCORES = RerankScores(np.zeros(0, np.float32), np.zeros(0, np.float32), np.zeros(0, np.int64))
 
 
+NO_BACKGROUND = np.zeros((0, 0), np.float32)
+
+
 def rerank(
-    table: VectorTable, candidates: Rows, query: Vectors, *, excluded_row: int | None = None
+    table: VectorTable,
+    candidates: Rows,
+    query: Vectors,
+    *,
+    background: Vectors = NO_BACKGROUND,
+    excluded_row: int | None = None,
 ) -> RerankScores:
     """Compare candidates, ordered by likelihood, by their rows in a table of rerank rows.
 
-    ``query`` is a rerank row of unit length; ``excluded_row`` is a row of the table to ignore.
+    ``query`` is a rerank row of unit length, ``background`` rows [texts, rerank dimensions] of
+    texts for no expert; ``excluded_row`` is a row of the table to ignore.
     """
     if len(candidates) == 0:
         return NO_SCORES
-    few = _rerank_with(table, candidates, query, SMALL_RERANK, excluded_row)
+    few = _rerank_with(table, candidates, query, SMALL_RERANK, background, excluded_row)
     if _measure_lead(few, len(candidates)) > MIN_CLEAR_LEAD:
         return few
-    return _rerank_with(table, candidates, query, LARGE_RERANK, excluded_row)
+    return _rerank_with(table, candidates, query, LARGE_RERANK, background, excluded_row)
 
 
-def rerank_all(table: VectorTable, candidates: Rows, query: Vectors) -> RerankScores:
+def rerank_all(
+    table: VectorTable, candidates: Rows, query: Vectors, *, background: Vectors = NO_BACKGROUND
+) -> RerankScores:
     """Compare all candidates, with as many rows of each as `rerank` uses for unclear results."""
+    if len(candidates) == 0:
+        return NO_SCORES
     breadth = RerankSize(len(candidates), LARGE_RERANK.rows)
-    return _rerank_with(table, candidates, query, breadth, None) if len(candidates) else NO_SCORES
+    return _rerank_with(table, candidates, query, breadth, background, None)
 
 
 def _rerank_with(
@@ -112,25 +118,48 @@ def _rerank_with(
     candidates: Rows,
     query: Vectors,
     breadth: RerankSize,
+    background: Vectors,
     excluded_row: int | None,
 ) -> RerankScores:
     positions = candidates[: breadth.candidates]
     near = _gather_rows(table, positions, query, breadth.rows, excluded_row)
-    kernel = _to_kernel(near.rows @ near.rows.T)
+    rows, cosines = near.rows, near.cosines
+    if len(background):
+        others, their_cosines = _select_background(background, near.rows, query)
+        rows = np.concatenate([rows, others])
+        cosines = np.concatenate([cosines, their_cosines])
+    kernel, own = _to_kernel(rows @ rows.T), len(near.rows)
     split = _build_group_layout(near.sizes)
-    groups = _group_alike(kernel, split)
+    groups = _group_alike(kernel[:own, :own], split)
+    members = split.members if groups is None else _merge_members(split.members, groups)
+    count = members.shape[1]
+    if len(rows) > own:
+        members = _add_background(members, len(rows) - own)
+    answers = _solve_ridge(kernel, members, cosines)[:count]
+    correction = _compute_prior_correction(members.shape[1])
     if groups is None:
-        shares = _solve_ridge(kernel, split.members, near.cosines)
-        return RerankScores(
-            shares,
-            near.similarities,
-            np.arange(len(shares)),
-            _compute_prior_correction(len(shares)),
-        )
-    answers = _solve_ridge(kernel, _merge_members(split.members, groups), near.cosines)
-    return RerankScores(
-        answers[groups], near.similarities, groups, _compute_prior_correction(len(answers))
-    )
+        return RerankScores(answers, near.similarities, np.arange(count), correction)
+    return RerankScores(answers[groups], near.similarities, groups, correction)
+
+
+def _select_background(
+    background: Vectors, rows: Vectors, query: Vectors
+) -> tuple[Vectors, Vectors]:
+    """Return the rows of the background that compete with the rows of candidates; their cosines."""
+    cosines = background @ query
+    closest = np.argsort(-cosines)[:BACKGROUND_ROWS]
+    chosen = background[closest]
+    is_free = (chosen @ rows.T).max(axis=1) <= MAX_BACKGROUND_COSINE
+    return chosen[is_free], cosines[closest][is_free].astype(np.float32)
+
+
+def _add_background(members: Vectors, count: int) -> Vectors:
+    """Return the membership of rows with those of the background, which are one more group."""
+    rows, groups = members.shape
+    added = np.zeros((rows + count, groups + 1), np.float32)
+    added[:rows, :groups] = members
+    added[rows:, groups] = 1
+    return added
 
 
 def _compute_prior_correction(groups: int) -> float:
@@ -270,203 +299,3 @@ def _measure_lead(scores: RerankScores, candidates: int) -> float:
     if len(shares) > 1:
         return shares[-1] - shares[-2]
     return 0.0 if len(scores) < candidates else float("inf")
-
-
-CALIBRATION_FILE = "calibration.json"
-MAX_REJECTED_SHARE = 0.03
-"""The largest share of examples to reject although their expert is present."""
-MIN_STRANGER_REJECTION = 0.9
-"""The share of examples without their expert that is enough to reject: they are closer to other
-experts than most prompts without an expert are."""
-MAX_REPLAYED_EXAMPLES = 400
-"""The largest number of examples to replay."""
-MAX_EXAMPLES_PER_EXPERT = 5
-"""The largest number of examples to replay per expert, unless most experts have more."""
-RECALIBRATION_GROWTH = 0.1
-"""Examples are replayed again when the number of experts changed by more than this share."""
-
-_SEED = 7
-_PRIOR_WEIGHT = 20
-_MIN_SLOPE, _MAX_SLOPE = 4.0, 40.0
-
-SearchFunction = Callable[[Vectors], SearchHits]
-"""Searches an index for a vector."""
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The evidence at which the score is 0.5, and the slope of the log-odds."""
-
-    threshold: float
-    slope: float
-    experts: int = 0
-    """The number of experts at calibration."""
-
-    def score(self, evidence: float) -> float:
-        """Return a score between 0 and 1."""
-        log_odds = self.slope * (evidence - self.threshold)
-        return 1 / (1 + math.exp(-max(-30.0, min(log_odds, 30.0))))
-
-    def is_fresh(self, experts: int) -> bool:
-        """Tell whether the calibration still holds for this number of experts."""
-        return abs(experts - self.experts) <= RECALIBRATION_GROWTH * self.experts
-
-
-PRIORS = {
-    "minilm": Calibration(0.70, 9.0),
-    "static": Calibration(0.93, 9.0),
-    "lexical": Calibration(0.38, 9.0),
-}
-"""Encoder → the calibration assumed while there are few examples, measured with one to ten experts
-of one to five examples each (ADR 12)."""
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationEvidence:
-    """The evidence of the replayed examples."""
-
-    inside: tuple[float, ...]  # of those that reached their expert
-    outside: tuple[float, ...]  # of all, with their expert left out
-
-
-NO_EVIDENCE = CalibrationEvidence((), ())
-
-
-@dataclass(frozen=True, slots=True)
-class _CalibrationExample:
-    """An example: the positions of its expert and its rows, in the index and for reranking."""
-
-    expert: int
-    rerank_expert: int
-    row: int
-    rerank_row: int
-
-
-def collect_evidence(
-    table: VectorTable, deep: VectorTable, search: SearchFunction
-) -> CalibrationEvidence:
-    """Replay some of the examples of all experts as prompts."""
-    deep_at = _match_rerank_rows(table, deep)
-    inside, outside = [], []
-    for example in _sample_examples(table, deep, deep_at):
-        query = np.asarray(deep.rows[example.rerank_row])
-        found = _search_without(table, search(np.asarray(table.rows[example.row])), example)
-        candidates = deep_at[found][deep_at[found] >= 0]
-        others = _other_candidates(deep, candidates, query, example)
-        mine = candidates[np.isin(candidates, others) | (candidates == example.rerank_expert)]
-        verdict = rerank(deep, mine, query, excluded_row=example.rerank_row)
-        best = int(verdict.evidence.argmax())
-        if mine[best] == example.rerank_expert:
-            inside.append(float(verdict.evidence[best]))
-        if len(others):
-            outside.append(float(rerank(deep, others, query).evidence.max()))
-    return CalibrationEvidence(tuple(inside), tuple(outside))
-
-
-def _other_candidates(
-    deep: VectorTable, candidates: Rows, query: Vectors, example: _CalibrationExample
-) -> Rows:
-    """Return the candidates without the example's expert and without those like it.
-
-    Otherwise other versions of a package would make prompts without an expert look close.
-    """
-    verdict = rerank(deep, candidates, query)
-    own = int(np.flatnonzero(candidates == example.rerank_expert)[0])
-    alike = verdict.groups == verdict.groups[own] if own < len(verdict) else []
-    return np.delete(candidates, [own, *np.flatnonzero(alike)])
-
-
-def fit_calibration(
-    evidence: CalibrationEvidence, prior: Calibration, *, experts: int
-) -> Calibration:
-    """Fit a calibration to the evidence; the fewer examples, the more the prior counts."""
-    inside, outside = np.array(evidence.inside), np.array(evidence.outside)
-    trust = len(inside) / (len(inside) + _PRIOR_WEIGHT)
-    if len(inside) == 0:
-        return Calibration(prior.threshold, prior.slope, experts)
-    threshold = _fit_threshold(inside, outside)
-    slope = _fit_slope(inside, outside) if min(len(inside), len(outside)) > 1 else prior.slope
-    return Calibration(
-        threshold=trust * threshold + (1 - trust) * prior.threshold,
-        slope=trust * slope + (1 - trust) * prior.slope,
-        experts=experts,
-    )
-
-
-def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
-    """Read the calibration stored for this encoder; ``None`` when there is none."""
-    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
-        document = json.loads(path.read_bytes())
-        read = Calibration(
-            threshold=float(document["threshold"]),
-            slope=float(document["slope"]),
-            experts=int(document["experts"]),
-        )
-        if document["encoder"] == encoder and math.isfinite(read.threshold * read.slope):
-            return read
-    return None
-
-
-def write_calibration(path: Path, calibration: Calibration, *, encoder: str) -> None:
-    """Store the calibration; if it cannot be written, it is computed again next time."""
-    with suppress(OSError):
-        document = {"encoder": encoder, **asdict(calibration)}
-        write_atomic(path, json.dumps(document).encode(), mode=0o600)
-
-
-def _match_rerank_rows(table: VectorTable, deep: VectorTable) -> Rows:
-    """Return the rerank position of every index position, -1 where there is none."""
-    at = np.full(len(table), -1, np.int64)
-    alive = np.flatnonzero(table.alive)
-    at[alive] = deep.find_positions(table.digests)
-    return at
-
-
-def _sample_examples(
-    table: VectorTable, deep: VectorTable, deep_at: Rows
-) -> Iterator[_CalibrationExample]:
-    """Sample examples, from no expert more than most have, without descriptions.
-
-    So no package can set the threshold for all by having many examples.
-    """
-    experts = np.flatnonzero(deep_at >= 0)
-    experts = experts[deep.counts[deep_at[experts]] > 1]
-    counts = deep.counts[deep_at[experts]] - 1
-    sampled = (
-        np.minimum(counts, max(MAX_EXAMPLES_PER_EXPERT, int(np.median(counts))))
-        if len(counts)
-        else counts
-    )
-    ends = np.cumsum(sampled)
-    total = int(sampled.sum())
-    generator = random.Random(_SEED)  # noqa: S311  # a reproducible sample
-    for number in sorted(generator.sample(range(total), min(total, MAX_REPLAYED_EXAMPLES))):
-        which = int(np.searchsorted(ends, number, side="right"))
-        expert = int(experts[which])
-        text = 1 + number - int(ends[which] - sampled[which])
-        at = int(deep_at[expert])
-        yield _CalibrationExample(
-            expert, at, int(table.starts[expert]) + text, int(deep.starts[at]) + text
-        )
-
-
-def _search_without(table: VectorTable, found: SearchHits, example: _CalibrationExample) -> Rows:
-    """Return the hits without the example's own row: its expert may then rank lower."""
-    rows = table.select_rows(np.array([example.expert]))
-    own = (table.rows[rows[rows != example.row]] @ table.rows[example.row]).max()
-    others = found.experts != example.expert
-    closer = int((found.cosines[others] > own).sum())
-    return np.insert(found.experts[others], closer, example.expert)
-
-
-def _fit_threshold(inside: Vectors, outside: Vectors) -> float:
-    most = float(np.quantile(inside, MAX_REJECTED_SHARE))
-    return min(most, float(np.quantile(outside, MIN_STRANGER_REJECTION))) if len(outside) else most
-
-
-def _fit_slope(inside: Vectors, outside: Vectors) -> float:
-    """Return how fast the log-odds rise with the evidence."""
-    squares = ((inside - inside.mean()) ** 2).sum() + ((outside - outside.mean()) ** 2).sum()
-    variance = squares / (len(inside) + len(outside) - 2)
-    apart = float(inside.mean() - outside.mean())
-    return min(max(apart / max(float(variance), 1e-6), _MIN_SLOPE), _MAX_SLOPE)

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.routing.encoder import LexicalEncoder
-from expertctl.routing.index import RoutingIndex
-from expertctl.routing.reranker import (
+from expertctl.routing.calibration import (
     CALIBRATION_FILE,
     MAX_REJECTED_SHARE,
     MAX_REPLAYED_EXAMPLES,
@@ -25,6 +23,8 @@ from expertctl.routing.reranker import (
     rerank,
     write_calibration,
 )
+from expertctl.routing.encoder import LexicalEncoder
+from expertctl.routing.index import RoutingIndex
 from expertctl.routing.vector_search import find_nearest_exact
 from expertctl.routing.vector_table import SearchHits, Vectors, VectorTable
 from tests.routing.experts import make_content_digest, make_manifest
@@ -241,7 +241,7 @@ def test_whoever_makes_all_vectors_again_asks_all_examples_again(tmp_path: Path)
     index.add(ENTRIES)
     made = index.calibration
     stale = Calibration(9.0, 9.0, len(ENTRIES))
-    write_calibration(tmp_path / CALIBRATION_FILE, stale, encoder=LexicalEncoder().stamp)
+    write_calibration(tmp_path / CALIBRATION_FILE, stale, encoder=index.calibration_key)
     index = RoutingIndex(tmp_path, LexicalEncoder())
     assert index.calibration == stale
     index.rebuild(ENTRIES)

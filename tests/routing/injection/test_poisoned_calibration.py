@@ -3,7 +3,7 @@
 import numpy as np
 
 from expertctl.digest import Digest
-from expertctl.routing.reranker import CalibrationEvidence, collect_evidence
+from expertctl.routing.calibration import CalibrationEvidence, collect_evidence
 from expertctl.routing.vector_search import find_nearest_exact
 from expertctl.routing.vector_table import SearchHits, Vectors, VectorTable
 from tests.routing.vector_tables import DIMENSIONS, TEXTS, make_clusters, make_expert_digest
