@@ -1,6 +1,5 @@
 """``expertctl export``: experts as packages, and in the formats of other programs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -284,6 +283,15 @@ def _format_modelfile(adapter: Path, decoding: Decoding, base: StoredBase) -> st
     for ours, theirs in _PARAMETERS.items():
         value = getattr(decoding, ours)
         if value is not None:
-            lines.append(f"PARAMETER {theirs} {value:g}")
-    lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in decoding.stop]
+            lines.append(f"PARAMETER {theirs} {value}")
+    for text in decoding.stop:
+        if text.endswith('"') or '"""' in text:
+            warn([f"a Modelfile cannot hold the stop text {text[:40]!r}: it is left out"])
+            continue
+        lines.append(f"PARAMETER stop {_quote(text)}")
     return "\n".join(lines) + "\n"
+
+
+def _quote(text: str) -> str:
+    """Quote a text of a Modelfile, which knows no escapes: with three quotes if it needs them."""
+    return f'"""{text}"""' if '"' in text or "\n" in text else f'"{text}"'

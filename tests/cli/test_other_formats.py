@@ -203,6 +203,24 @@ def test_a_gguf_adapter_is_what_the_converter_of_llama_cpp_writes(
     assert lines[:2] == [f"FROM {base}", "ADAPTER ./one.gguf"]
 
 
+def test_a_modelfile_has_the_settings_of_the_manifest(
+    expertctl: CommandRunner, tmp_path: Path
+) -> None:
+    """Ollama reads whole numbers without an exponent, and knows no escapes in quotes."""
+    base = write_base(tmp_path / "base", arch="llama")
+    adapter = write_lora(tmp_path / "adapter", base)
+    decoding = {"temperature": 0.25, "top_k": 1_000_000, "stop": ["END", 'a "b" c', "x\ny", 'z"']}
+    (adapter / "expert.json").write_text(json.dumps({"name": "acme/x", "decoding": decoding}))
+    package = add_expert(expertctl, base, adapter)
+    said = expertctl("export", package, "--gguf", "--modelfile")
+    assert "cannot hold the stop text" in said.err
+    assert Path("Modelfile").read_text() == (
+        f"FROM {base}\nADAPTER ./one.gguf\n"
+        "PARAMETER temperature 0.25\nPARAMETER top_k 1000000\n"
+        'PARAMETER stop "END"\nPARAMETER stop """a "b" c"""\nPARAMETER stop """x\ny"""\n'
+    )
+
+
 @pytest.mark.parametrize("options", [PATTERNS, {"use_rslora": True}, {"dtype": "bfloat16"}])
 def test_factors_of_modules_survive_a_file_with_one_alpha(
     options: dict[str, Any], expertctl: CommandRunner, tmp_path: Path

@@ -8,7 +8,7 @@ columns multiplied by the factors of IA³. A soft prompt changes no weight, so i
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,7 +89,7 @@ def export_merged(
 ) -> None:
     """Write a base with an expert in it to an existing, empty directory; counts written bytes.
 
-    Memory: two tensors at a time in float32.
+    Memory: some rows at a time in float32.
 
     Raises:
         IncompatibleError: for soft prompts, and bases whose files have other names or layouts.
@@ -149,11 +149,15 @@ def _write_weights(
         with (directory / file).open("xb") as output:
             output.write(_encode_header(stored, dtypes, names))
             for name in names:
-                data = _merge(name, stored[name], dtypes[name], adapter)
-                output.write(data)
-                total += len(data)
+                module, _, end = name.rpartition(".")
+                steps = adapter.modules.get(module, ())
+                for data in _iter_merged(
+                    stored[name], dtypes[name], steps, is_weight=end == "weight"
+                ):
+                    output.write(data)
+                    total += len(data)
+                    progress(len(data))
                 places[name] = file
-                progress(len(data))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
@@ -192,41 +196,46 @@ def _encode_header(
     return len(data).to_bytes(8, "little") + data
 
 
-def _merge(name: str, tensor: StoredTensor, dtype: str, adapter: LoadedAdapter) -> bytes:
-    """Return the bytes of a tensor of the base with the expert in it."""
-    module, _, end = name.rpartition(".")
-    steps = adapter.modules.get(module, ())
-    numbers = np.concatenate([part.copy() for part in iter_row_portions(tensor)])
-    if not steps and tensor.info.dtype == dtype:
-        return numbers.tobytes()
-    whole = widen(numbers)
-    for step in steps:
-        whole = _apply(step, whole, is_weight=end == "weight")
-    return _ROUND[dtype](whole).tobytes()
+def _iter_merged(
+    tensor: StoredTensor, dtype: str, steps: Sequence[AdapterStep], *, is_weight: bool
+) -> Iterator[bytes]:
+    """Yield the bytes of a tensor of the base with the expert in it, some rows at a time."""
+    first = 0
+    for numbers in iter_row_portions(tensor):
+        rows = slice(first, first + len(numbers))
+        first = rows.stop
+        if not steps and tensor.info.dtype == dtype:
+            yield numbers.tobytes()
+            continue
+        whole = widen(numbers)
+        for step in steps:
+            whole = _apply(step, whole, rows, is_weight=is_weight)
+        yield _ROUND[dtype](whole).tobytes()
 
 
-def _apply(step: AdapterStep, numbers: FloatArray, *, is_weight: bool) -> FloatArray:
-    """Return a weight [out, in], or a bias [out], with one change."""
+def _apply(step: AdapterStep, numbers: FloatArray, rows: slice, *, is_weight: bool) -> FloatArray:
+    """Return rows of a weight [out, in], or a part of a bias [out], with one change."""
     match step:
         case Ia3Tensors():
             vector = widen(step.vector).reshape(-1)
-            if not is_weight:
-                return numbers if step.on_input else numbers * vector
-            return numbers * (vector if step.on_input else vector[:, None])
+            if step.on_input:
+                return numbers * vector if is_weight else numbers
+            return numbers * (vector[rows, None] if is_weight else vector[rows])
         case _ if not is_weight:
             return numbers
         case LoraTensors():
-            return numbers + _multiply(step)
+            return numbers + _multiply(step, rows)
         case DoraTensors():
-            changed: FloatArray = numbers + _multiply(step)
+            changed: FloatArray = numbers + _multiply(step, rows)
             norms = np.sqrt(np.square(changed, dtype=np.float64).sum(axis=1))
-            factors = (widen(step.magnitude).reshape(-1) / norms).astype(np.float32)
-            scaled: FloatArray = changed * factors[:, None]
+            with np.errstate(divide="ignore", invalid="ignore"):  # a row of zeros, as in PEFT
+                factors = widen(step.magnitude).reshape(-1)[rows] / norms
+                scaled: FloatArray = changed * factors.astype(np.float32)[:, None]
             return scaled
 
 
-def _multiply(step: LoraTensors | DoraTensors) -> FloatArray:
-    product: FloatArray = (widen(step.b) @ widen(step.a)) * np.float32(step.scale)
+def _multiply(step: LoraTensors | DoraTensors, rows: slice) -> FloatArray:
+    product: FloatArray = (widen(step.b[rows]) @ widen(step.a)) * np.float32(step.scale)
     return product
 
 
