@@ -2,7 +2,8 @@
 
 ``build ORG/NAME`` downloads an adapter. ``install hf:ORG/NAME`` also converts it into a package and
 signs that with the user's key ``hf``, which is made when it is first needed and is trusted for
-``hf/*`` alone. The signature says that this machine converted these files, not who made them.
+``hf/*`` and, as each own key, for ``local/*``. The signature says that this machine converted these
+files, not who made them.
 """
 
 import os

@@ -7,7 +7,7 @@ that is installed is 0.1.0, the next one 0.2.0.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,10 +152,12 @@ def find_installed_copy(
     Raises:
         ConflictError: when another repository's package is installed under the name.
     """
-    for expert, found in _list_copies(store, package):
-        if found.repository != source.repository or found.hub != source.hub:
+    for expert in _list_copies(store, package):
+        found = read_source(store, expert)
+        if found is None or (found.repository, found.hub) != (source.repository, source.hub):
+            origin = f"from {found.repository} of {found.hub}" if found else "from a file"
             raise ConflictError(
-                f"{expert.ref} is installed from {found.repository} of {found.hub}",
+                f"{expert.ref} is installed {origin}",
                 hint=f"`expertctl build {source.repository} --name local/NAME` builds a package of "
                 f"another name, or first `expertctl remove {expert.ref}`",
             )
@@ -166,19 +168,15 @@ def find_installed_copy(
 
 def choose_next_version(store: Store, package: PackageName) -> Version:
     """Return 0.1.0, or the minor version that follows the newest one of a package."""
-    known = [expert.version for expert, _ in _list_copies(store, package)]
+    known = [expert.version for expert in _list_copies(store, package)]
     if not known:
         return Version.parse("0.1.0")
     newest = max(known)
     return Version.parse(f"{newest.major}.{newest.minor + 1}.0")
 
 
-def _list_copies(
-    store: Store, package: PackageName
-) -> Iterator[tuple[StoredExpert, AdapterSource]]:
-    for expert in store.list_experts():
-        if expert.package == package:
-            yield expert, read_source(store, expert) or AdapterSource("a file", "a file", "")
+def _list_copies(store: Store, package: PackageName) -> list[StoredExpert]:
+    return [expert for expert in store.list_experts() if expert.package == package]
 
 
 def read_source(store: Store, expert: StoredExpert) -> AdapterSource | None:

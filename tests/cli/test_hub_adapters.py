@@ -149,6 +149,17 @@ def test_two_repositories_with_one_package_name_are_told_apart(
     assert "`expertctl build acme/ai.my.lora --name local/NAME`" in said["hint"]
 
 
+def test_a_package_of_another_origin_is_not_replaced(
+    expertctl: CommandRunner, hub: HubServer, folders: dict[str, Path]
+) -> None:
+    expertctl("pull", BASE)
+    expertctl("keys", "new", "me", "--namespace", "hf")
+    expertctl("build", folders["1"], "--name", PACKAGE, "--sign", "me", "-o", "mine.expert")
+    expertctl("install", "mine.expert")
+    said = expertctl("install", f"hf:{NAME}", "--json", exit_code=4).document["error"]
+    assert said["message"] == f"{PACKAGE}@0.1.0 is installed from a file"
+
+
 def test_what_others_wrote_is_not_taken_for_the_users_own(
     expertctl: CommandRunner, hub: HubServer
 ) -> None:
