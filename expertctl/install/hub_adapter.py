@@ -184,7 +184,8 @@ def read_source(store: Store, expert: StoredExpert) -> AdapterSource | None:
     with suppress(ExpertError, OSError):
         manifest = next(file for file in expert.files if file.path == MANIFEST_PATH)
         data = store.blob_path(manifest.digest).read_bytes()
-        training = load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)["training"]
+        document = load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
+        training = document.get("training")
         source = training.get(SOURCE_KEY) if isinstance(training, dict) else None
         if isinstance(source, dict):
             found = [source.get(key) for key in ("hub", "repository", "revision")]
