@@ -21,7 +21,7 @@ __all__ = ["expertctl"]
         ("eval x --min-gain nan", "--min-gain: 'nan' is not a number", "expertctl eval"),
         ("eval x --min-gain 1.5", "--min-gain: 1.5 is more than 1, the maximum", ""),
         ("search", "TEXT is missing", "expertctl search"),
-        ("build", "DIR is missing", "expertctl build"),
+        ("build", "DIR|FILE|ORG/NAME is missing", "expertctl build"),
         ("keys export", "NAME is missing", "expertctl keys export"),
         ("run x --stats=3", "--stats takes no value", "expertctl run"),
         ("run x --tempreature 1", "there is no option --tempreature", "did you mean --temperature"),

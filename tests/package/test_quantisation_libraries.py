@@ -38,9 +38,10 @@ def bitsandbytes_parts(kind: str, *, double: bool, dtype: torch.dtype) -> MakePa
 def test_four_bits_have_the_bits_of_bitsandbytes(
     kind: str, double: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    """Its FP4 has -0 where the processor lacks AVX-512, and 0 where it does not."""
     make = bitsandbytes_parts(kind, double=double, dtype=dtype)
     expected = write(tmp_path, ({**BNB_CONFIG, "bnb_4bit_quant_type": kind}, make))
-    assert_same_bits(read(tmp_path), expected)
+    assert_same_bits(read(tmp_path), expected, signed_zeros=kind != "fp4")
 
 
 def test_eight_bits_have_the_bits_of_bitsandbytes(tmp_path: Path) -> None:

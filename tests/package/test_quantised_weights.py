@@ -125,7 +125,10 @@ def decode(tensor: StoredTensor, height: int) -> np.ndarray[Any, Any]:
     return np.concatenate(parts)
 
 
-def assert_same_bits(tensors: dict[str, StoredTensor], expected: dict[str, Tensor]) -> None:
+def assert_same_bits(
+    tensors: dict[str, StoredTensor], expected: dict[str, Tensor], *, signed_zeros: bool = True
+) -> None:
+    """Compare all numbers bit by bit; without ``signed_zeros``, -0 is 0."""
     decoded = {name: tensor for name, tensor in tensors.items() if tensor.codec is not None}
     assert len(decoded) == 14
     for name, tensor in decoded.items():
@@ -134,6 +137,8 @@ def assert_same_bits(tensors: dict[str, StoredTensor], expected: dict[str, Tenso
             found = decode(tensor, height)
             assert found.shape == tensor.info.shape == tuple(expected[name].shape)
             wanted = expected[name].numpy()
+            if not signed_zeros:
+                found, wanted = found + np.float32(0), wanted + np.float32(0)
             assert np.array_equal(found.view(np.uint32), wanted.view(np.uint32)), (name, height)
 
 

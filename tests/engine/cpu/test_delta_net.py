@@ -212,8 +212,9 @@ def test_a_running_prompt_lends_its_states(base: tuple[PlainDecoder, Any]) -> No
         pool.blocks.check_integrity()
         found = decoder.prefill(TEXT[128:140], second.cache).logits
         rest = decoder.prefill(TEXT[150:200], first.cache).logits
-        assert_same_logits(found, read(decoder, TEXT[:140]))
-        assert_same_logits(rest, read(decoder, TEXT[:200]))
+        # other chunks are added in another order, so relative, as the comparison with transformers
+        assert_same_logits(found, read(decoder, TEXT[:140]), relative=True)
+        assert_same_logits(rest, read(decoder, TEXT[:200]), relative=True)
         for loan in (first, second):
             loan.cache.check_integrity()
     pool.blocks.check_integrity()
@@ -246,7 +247,7 @@ def test_states_count_in_the_budget_and_go_with_their_pages(
     for begin in range(4):
         reused, logits = pool.run(TEXT[begin:280], TEXT[280:290])
         assert reused == 0
-        assert_same_logits(logits[-1], read(decoder, TEXT[begin:290]))
+        assert_same_logits(logits[-1], read(decoder, TEXT[begin:290]), relative=True)
     with pytest.raises(BudgetError), pool.blocks.allocate(pool.make_request(TEXT * 2)):
         pass
     pool.blocks.check_integrity()
