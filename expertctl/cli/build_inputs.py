@@ -18,6 +18,7 @@ from expertctl.cli.hub import download_files, find_hub_name, list_hub_files, men
 from expertctl.cli.output import note, print_message, warn
 from expertctl.cli.progress import show_progress
 from expertctl.errors import (
+    ConflictError,
     ExpertError,
     InvalidPackageError,
     NotFoundError,
@@ -164,9 +165,22 @@ def convert_adapters(
     if not names:
         yield []
         return
+    _require_different(names)
     with tempfile.TemporaryDirectory(prefix="expertctl-") as folder:
         made = (_convert(name, settings, Path(folder), as_json=as_json) for name in names)
         yield [path for path in made if path is not None]
+
+
+def _require_different(names: Sequence[HubName]) -> None:
+    packages = [build_package_name(name) for name in names]
+    for number, package in enumerate(packages):
+        if package in packages[:number]:
+            first = names[packages.index(package)]
+            raise ConflictError(
+                f"{first} and {names[number]} would both be {package}",
+                hint=f"install one of them; `expertctl build {names[number]} --name local/NAME` "
+                "builds a package of another name",
+            )
 
 
 def _convert(name: HubName, settings: Settings, folder: Path, *, as_json: bool) -> Path | None:
@@ -239,6 +253,7 @@ def _read_key(settings: Settings) -> PrivateKey:
         note(f"made your key {_KEY_NAME}, which signs what you install from a hub")
     elif HUB_NAMESPACE not in known.namespaces and not known.revoked:
         identity.grant_namespaces(_KEY_NAME, [HUB_NAMESPACE])
+        note(f"your key {_KEY_NAME} is now trusted for {HUB_NAMESPACE}/* here, too")
     return identity.read_signing_key(_KEY_NAME)
 
 

@@ -1,6 +1,7 @@
 """``expertctl export``: experts as packages, and in the formats of other programs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -71,7 +72,7 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|DIR",
+            metavar="NAME",
             autocompletion=complete_bases,
             help="The base, for --gguf and --merged; default: the one that it was made for.",
         ),
@@ -189,7 +190,11 @@ def _export_computed(
     """Write what is computed from the numbers of an expert: a LoRA in GGUF, or a merged base."""
     form, store = "merged" if merged else "gguf", open_store()
     path = output or _choose_output(target, form, store)
+    if not merged and not path.name:
+        raise UsageError(f"{path} is a folder", hint="name a file with -o FILE.gguf")
     recipe = path.with_name("Modelfile") if modelfile else None
+    if recipe == path:
+        raise UsageError("-o Modelfile is the file of --modelfile", hint="name it NAME.gguf")
     for file in () if merged else (path, recipe):
         if file is not None and (file.exists() or file.is_symlink()):
             raise UsageError(f"{file} exists already", hint="name another place with -o")
@@ -197,6 +202,7 @@ def _export_computed(
         files = _PackageBytes({f.path: f for f in package.layout.files}, package.blobs)
         manifest = parse_manifest(bytes(files.read_file(MANIFEST_PATH)[:-_SLACK_BYTES]))
         found = _find_base(manifest, base)
+        BaseStore(load_settings().home.bases).check(found)
         if merged:
             _write_merged(path, manifest, files, found, as_json=as_json)
         else:
@@ -229,12 +235,14 @@ def _find_base(manifest: Manifest, wanted: str | None) -> StoredBase:
         named = bases.find(wanted)
         warn(check_expert_base(manifest, named.identity))
         return named
+    fitting: list[tuple[list[str], StoredBase]] = []
     for known in bases.list_bases():
-        try:
-            warn(check_expert_base(manifest, known.identity))
-        except BaseMismatchError:
-            continue
-        return known
+        with suppress(BaseMismatchError):
+            fitting.append((check_expert_base(manifest, known.identity), known))
+    if fitting:
+        warnings, found = min(fitting, key=lambda each: len(each[0]))
+        warn(warnings)
+        return found
     raise NotFoundError(
         f"{manifest.ref} is written for its base, {manifest.base.name}, which is not known here",
         hint="`expertctl base add DIR` with the base's directory; then repeat the command",

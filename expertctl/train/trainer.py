@@ -5,6 +5,7 @@ tokens, clipped to norm 1, then AdamW. After each evaluation the weights with th
 loss are kept, and they are the result.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -166,14 +167,24 @@ class Trainer:
         return loss
 
     def measure_loss(self) -> float:
-        """Return the mean loss of the learnt tokens of the held-out examples."""
+        """Return the mean loss of the learnt tokens of the held-out examples.
+
+        Raises:
+            IncompatibleError: when it is not finite.
+        """
         batches = arrange_by_length(self.data.held_out, batch_size=self.options.batch_size)
         total = 0.0
         with torch.no_grad():
             for batch in batches:
                 for part in split_batch(batch, vocab=self.vocab):
                     total += float(compute_loss(self.model, part, device=self.device))
-        return total / sum(example.learnt_tokens for example in self.data.held_out)
+        loss = total / sum(example.learnt_tokens for example in self.data.held_out)
+        if not math.isfinite(loss):
+            raise IncompatibleError(
+                f"the held-out loss is not finite after step {self.record.step}",
+                hint="try a lower --learning-rate, or another base",
+            )
+        return loss
 
     def _arrange(self, epoch: int) -> list[Batch]:
         return arrange_epoch(

@@ -149,6 +149,15 @@ def test_two_repositories_with_one_package_name_are_told_apart(
     assert "`expertctl build acme/ai.my.lora --name local/NAME`" in said["hint"]
 
 
+def test_two_names_of_one_package_are_refused_before_a_download(
+    expertctl: CommandRunner, hub: HubServer
+) -> None:
+    for other in ("acme-ai/my.lora", f"{NAME}@{COMMIT}"):
+        said = expertctl("install", f"hf:{NAME}", f"hf:{other}", "--json", exit_code=4)
+        assert said.document["error"]["message"] == f"{NAME} and {other} would both be {PACKAGE}"
+    assert hub.requests == []
+
+
 def test_a_package_of_another_origin_is_not_replaced(
     expertctl: CommandRunner, hub: HubServer, folders: dict[str, Path]
 ) -> None:

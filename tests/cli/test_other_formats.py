@@ -203,6 +203,28 @@ def test_a_gguf_adapter_is_what_the_converter_of_llama_cpp_writes(
     assert lines[:2] == [f"FROM {base}", "ADAPTER ./one.gguf"]
 
 
+def test_a_changed_base_is_not_taken_for_the_one_that_was_added(
+    expertctl: CommandRunner, tmp_path: Path, work: Path
+) -> None:
+    base = write_base(tmp_path / "base", arch="llama")
+    package = add_expert(expertctl, base, write_lora(tmp_path / "adapter", base))
+    write_base(base, arch="llama", seed=1)
+    for option in ("--merged", "--gguf"):
+        said = expertctl("export", package, option, "-o", "out", exit_code=4).err
+        assert "model.safetensors" in said
+    assert [path.name for path in work.iterdir()] == ["one.expert"]
+
+
+def test_the_modelfile_needs_a_place_beside_the_adapter(
+    expertctl: CommandRunner, tmp_path: Path, work: Path
+) -> None:
+    base = write_base(tmp_path / "base", arch="llama")
+    package = add_expert(expertctl, base, write_lora(tmp_path / "adapter", base))
+    for place in ("Modelfile", "."):
+        expertctl("export", package, "--gguf", "--modelfile", "-o", place, exit_code=2)
+    assert [path.name for path in work.iterdir()] == ["one.expert"]
+
+
 def test_a_modelfile_has_the_settings_of_the_manifest(
     expertctl: CommandRunner, tmp_path: Path
 ) -> None:

@@ -249,11 +249,13 @@ _ROUND: Mapping[str, Callable[[FloatArray], AnyArray]] = {
 def _write_config(directory: Path, base: Path, dtypes: set[str], *, is_untied: bool) -> None:
     """Write the configuration with the type of the weights, and without a quantisation."""
     config = json.loads((base / CONFIG_FILE).read_bytes())
-    config.pop("quantization_config", None)
-    narrow = sorted(dtypes - {"F32"})
+    for name in ("quantization_config", "compression_config"):
+        config.pop(name, None)
+    narrow = dtypes - {"F32"}
+    dtype = narrow.pop() if len(narrow) == 1 else "F32"
     for key in ("torch_dtype", "dtype"):
         if key in config or key == "torch_dtype":
-            config[key] = _TORCH_NAMES[narrow[0] if narrow else "F32"]
+            config[key] = _TORCH_NAMES[dtype]
     if is_untied:
         config["tie_word_embeddings"] = False
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
