@@ -151,7 +151,8 @@ def _rerank_contenders(
     """Rerank candidates, score them, and set the leader.
 
     Experts that compose do not compete: on a prompt for several of them, their probabilities are
-    added and each is scored with the sum.
+    added and each is scored with the sum. That is so only if the best of them is used alone, too:
+    what composes never turns a prompt for none into one for several.
     """
     joining = _may_join(eligible, contenders)
     if joining:
@@ -168,10 +169,12 @@ def _rerank_contenders(
     _correct_catch_alls(eligible, compared, scores, query)
     probabilities, evidence = scores.probabilities.tolist(), scores.evidence.tolist()
     joint = _find_joint_experts(eligible, compared, scores) if joining else []
+    calibration = index.calibration
+    if joint and calibration.score(evidence[joint[0]]) < THRESHOLD:
+        joint = []
     total = min(sum(probabilities[number] for number in joint), 1.0)
     for number in joint:
         evidence[number] += max(total - probabilities[number], 0.0)
-    calibration = index.calibration
     figures = zip(compared, probabilities, scores.similarities.tolist(), evidence, strict=True)
     for at, probability, similarity, own in figures:
         rate = _success_rate(success, eligible.by_position[at])
